@@ -1,0 +1,1 @@
+"""TESSA: shard-aligned slice adapters, trained through PEFT and served by vLLM."""
