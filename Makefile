@@ -1,0 +1,48 @@
+# `make demo` and `make test` need only Python 3.11; both create .venv when it is missing (scripts/setup_env.py).
+# In an environment of your own (environment.yml): make test PY=python
+PY := .venv/bin/python
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test lint typecheck format traces clean distclean
+
+help:
+	@echo "make demo       tensor-parallel comparison of all backends on the CPU, table and figure at the end"
+	@echo "make test       lint, types and the whole test set (PYTEST_ARGS='-m \"not engine\"' for the quick part)"
+	@echo "make setup      only create or repair .venv"
+	@echo "make lint       ruff and mypy"
+	@echo "make format     let ruff rewrite what it can"
+	@echo "make traces     fetch or convert the published request traces"
+	@echo "make clean      remove caches; make distclean: .venv too"
+
+setup:
+ifneq ($(origin PY),command line)
+	@sh scripts/setup.sh
+endif
+
+demo: setup
+	$(PY) run.py experiment=tp_scaling tp=2 model=small measure=demo
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+typecheck: setup
+	$(PY) -m mypy
+
+# pytest comes last, so that its closing line is the last line.
+test: lint typecheck
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+traces: setup
+	$(PY) -m experiments.workload.traces
+
+clean:
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis outputs multirun build *.egg-info
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .cache
