@@ -1,4 +1,4 @@
-"""Geometry of a slice: the rows or columns of a linear layer that an adapter trains, and a rank's share of it.
+"""Geometry of a slice: the rows or columns of a linear layer that an adapter trains, and each rank's part.
 
 A linear layer is ``y = W x`` with ``W: [d_out, d_in]``. A slice of width ``c`` is a set of rows
 (``axis="out"``, delta ``[c, d_in]``, ``y[indices] += delta @ x``) or of columns (``axis="in"``, delta
@@ -65,7 +65,7 @@ def divisors(n: int) -> list[int]:
 
 
 def kv_replicas(world: int, num_kv_heads: int) -> int:
-    """How many ranks hold the same K and V shard: 1 while every rank has its own KV heads, else world / heads."""
+    """How many ranks hold the same K and V shard: 1 while there is one for each, else world / heads."""
     if world <= num_kv_heads:
         if num_kv_heads % world:
             raise UserError(
@@ -85,7 +85,7 @@ def kv_replicas(world: int, num_kv_heads: int) -> int:
 class LocalSlice:
     """What one tensor-parallel rank holds of a slice.
 
-    The rank's part of the unsharded delta is ``delta[rows[0]:rows[1], cols[0]:cols[1]]``. ``ranges`` are half-open
+    Its part of the unsharded delta is ``delta[rows[0]:rows[1], cols[0]:cols[1]]``. ``ranges`` are half-open
     windows of local positions, in the order of the delta's sliced side: inside the rank's input for
     ``axis="in"`` (``y_local += part @ x_local[indices]``), inside its output for ``axis="out"``
     (``y_local[indices] += part @ x_local``). ``d_out`` and ``d_in`` are the sizes of the rank's shard of W.
@@ -116,7 +116,7 @@ class LocalSlice:
         return delta[self.rows[0] : self.rows[1], self.cols[0] : self.cols[1]]  # type: ignore[index]
 
     def shifted(self, by: int) -> LocalSlice:
-        """The same slice with its positions moved by ``by``, such as k's inside the fused output of q, k, v."""
+        """The same slice, positions moved by ``by``: such as k's inside the fused output of q, k, v."""
         ranges = tuple((start + by, stop + by) for start, stop in self.ranges)
         return LocalSlice(self.axis, self.rows, self.cols, ranges, self.d_out, self.d_in)
 
@@ -164,7 +164,8 @@ class Slice:
             raise UserError(
                 f"a segment of {self.segment_width} at offset {self.offset} leaves its part of {self.part} "
                 f"(axis {self.axis}, {self.segments} segments over {self.dim}); "
-                f"the segment may be at most {self.part} and this one's offset {max(self.part - self.segment_width, 0)}"
+                f"the segment may be at most {self.part} and this one's offset at most "
+                f"{max(self.part - self.segment_width, 0)}"
             )
 
     @property
@@ -211,12 +212,12 @@ class Slice:
         """What rank ``rank`` of ``world`` holds.
 
         Args:
-            replicas: ranks that share one shard of the weight, for K and V with fewer KV heads than ranks (see
-                `kv_replicas`). Rank r then holds shard ``r // replicas`` of ``world // replicas``.
+            replicas: ranks that share one shard of the weight, for K and V with fewer KV heads than ranks
+                (see `kv_replicas`). Rank r then holds shard ``r // replicas`` of ``world // replicas``.
 
         Raises:
-            UserError: where the weight does not shard evenly, or where a rank would hold part of a segment; the
-                message names the tensor-parallel sizes that fit.
+            UserError: where the weight does not shard evenly, or where a rank would hold part of a segment;
+                the message names the tensor-parallel sizes that fit.
         """
         if parallel not in ("column", "row"):
             raise UserError(f"parallel must be 'column' or 'row', got {parallel!r}")
@@ -245,8 +246,8 @@ class Slice:
 
         if self.segments % shards:
             raise UserError(
-                f"tensor parallel size {world} does not divide the slice's {self.segments} segments along the "
-                f"sharded dimension; allowed tensor parallel sizes: {self.allowed_worlds(parallel)}. "
+                f"tensor parallel size {world} does not divide the slice's {self.segments} segments along "
+                f"the sharded dimension; allowed tensor parallel sizes: {self.allowed_worlds(parallel)}. "
                 f"Train with `shards` a multiple of {shards}, or with placement `across`, which fits any size"
             )
         count = self.segments // shards

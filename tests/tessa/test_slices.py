@@ -129,7 +129,7 @@ def test_shifted_moves_positions_only():
         ({"width": 2.0}, "width must be an integer"),
         ({"segments": 3}, "3 segments do not divide"),
         ({"width": 3}, "3 is not a multiple of its 2"),
-        ({"offset": 3}, "at most 4 and this one's offset 2"),
+        ({"offset": 3}, "at most 4 and this one's offset at most 2"),
     ],
 )
 def test_invalid_slices_are_refused(kwargs, message):
