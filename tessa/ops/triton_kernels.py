@@ -56,6 +56,7 @@ def _segmented_in_kernel(
     stride_dk,
     stride_dn,
     HAS_WIDTH: tl.constexpr,
+    UPCAST: tl.constexpr,
     S_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -88,7 +89,10 @@ def _segmented_in_kernel(
             mask=k_ok[:, None] & col_ok[None, :],
             other=0.0,
         )
-        acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
+        b = b.to(a.dtype)
+        if UPCAST:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
     y_ptrs = y_ptr + token[:, None] * stride_y + cols[None, :]
     mask = row_ok[:, None] & col_ok[None, :]
     base = tl.load(y_ptrs, mask=mask, other=0.0)
@@ -113,6 +117,7 @@ def _segmented_out_kernel(
     stride_dk,
     stride_dn,
     HAS_WIDTH: tl.constexpr,
+    UPCAST: tl.constexpr,
     S_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -141,7 +146,10 @@ def _segmented_out_kernel(
             mask=j_ok[:, None] & k_ok[None, :],
             other=0.0,
         )
-        acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
+        b = b.to(a.dtype)
+        if UPCAST:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
     target = tl.load(y_index_ptr + slot * K + k, mask=k_ok, other=0)
     y_ptrs = y_ptr + token[:, None] * stride_y + target[None, :]
     # Padding rows point at column 0, which a real row may own too. Their sum is exactly zero, so writing only
@@ -244,7 +252,7 @@ def segmented_in(
     _segmented_in_kernel[grid](
         y, x, x_index, delta, order, seg_start, seg_start if width is None else width,
         d_out, slots, k, y.stride(0), x.stride(0), *delta.stride(),
-        HAS_WIDTH=width is not None, S_PAD=triton.next_power_of_2(slots), **config,
+        HAS_WIDTH=width is not None, UPCAST=_upcast(x), S_PAD=triton.next_power_of_2(slots), **config,
     )  # fmt: skip
 
 
@@ -268,7 +276,7 @@ def segmented_out(
     _segmented_out_kernel[grid](
         y, x, y_index, delta, order, seg_start, seg_start if width is None else width,
         d_in, slots, k, y.stride(0), x.stride(0), *delta.stride(),
-        HAS_WIDTH=width is not None, S_PAD=triton.next_power_of_2(slots), **config,
+        HAS_WIDTH=width is not None, UPCAST=_upcast(x), S_PAD=triton.next_power_of_2(slots), **config,
     )  # fmt: skip
 
 
@@ -358,6 +366,14 @@ def _by_tokens(tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     if tokens <= 1024 or dtype == torch.float32:
         return {"BLOCK_M": 32, "num_warps": 4}
     return {"BLOCK_M": 64, "num_warps": 4}
+
+
+def _upcast(x: Tensor) -> bool:
+    """Whether to multiply in float32: Triton's interpreter would multiply the bit patterns of bfloat16.
+
+    The products of two bfloat16 numbers are exact in float32, so the result is what a GPU computes.
+    """
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu"
 
 
 def _check(y: Tensor, x: Tensor, index: Tensor, slots: int, k: int, shapes_fit: bool) -> None:
