@@ -1,8 +1,8 @@
 """Create or repair the CPU environment `.venv` from requirements/cpu.lock. Standard library only.
 
-A stamp in the environment holds a fingerprint of everything that determines it. While the stamp matches, a call
-costs a few milliseconds. Otherwise every locked distribution is checked against its own file list, and only what
-is missing, of another version or damaged is installed, so a set-up that was interrupted continues where it was.
+A stamp in the environment holds a fingerprint of everything that determines it. While the stamp matches, a
+call costs a few milliseconds. Otherwise every locked distribution is checked against its own file list, and
+only what is missing, of another version or damaged is installed: an interrupted set-up goes on where it was.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def canonical(name: str) -> str:
 
 
 def read_lock(path: Path) -> dict[str, str]:
-    """Pins of a lock file as {canonical name: "name==version"}. Raises SetupError on any other kind of line."""
+    """Pins of a lock file, {canonical name: "name==version"}. Raises SetupError on any other kind of line."""
     pins: dict[str, str] = {}
     for number, raw in enumerate(path.read_text().splitlines(), 1):
         line = raw.split("#", 1)[0].strip()
@@ -125,7 +125,7 @@ def install_torch(line: str, run_pip: Runner) -> None:
         return
     raise SetupError(
         f"could not install {line}: neither the configured package index nor {index} gave it.\n"
-        "       Check the network, or download the wheel and point pip at its folder (PIP_FIND_LINKS=/folder),\n"
+        "       Check the network, or download the wheel and point pip at its folder with PIP_FIND_LINKS,\n"
         "       or name another index in TESSA_TORCH_INDEX; then run the same command again."
     )
 
@@ -134,22 +134,25 @@ def child_environment() -> dict[str, str]:
     """The environment without what would make pip install into, or read from, another place than the venv."""
     drop = {"PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV"}
     env = {key: value for key, value in os.environ.items() if key not in drop}
-    return env | {"PYTHONNOUSERSITE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    quiet = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    return env | quiet | {"PYTHONNOUSERSITE": "1"}
 
 
 def works(python: Path) -> bool:
     """Whether this interpreter starts, is a Python 3.11, and has pip."""
     probe = "import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))"
     try:
-        return subprocess.run([python, "-c", probe], env=child_environment(), capture_output=True).returncode == 0
+        run = subprocess.run([python, "-c", probe], env=child_environment(), capture_output=True)
     except OSError:
         return False
+    return run.returncode == 0
 
 
 def create_venv(venv: Path) -> None:
     """Make an empty environment, replacing whatever lies there."""
     say(f"creating {venv}")
-    made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], capture_output=True, text=True)
+    command = [sys.executable, "-m", "venv", "--clear", str(venv)]
+    made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode != 0:
         raise SetupError(
             f"{sys.executable} could not create a virtual environment:\n{made.stdout}{made.stderr}\n"
@@ -159,7 +162,7 @@ def create_venv(venv: Path) -> None:
 
 @contextlib.contextmanager
 def only_one(repo: Path) -> Iterator[None]:
-    """Hold back a second set-up of the same checkout; the lock falls when the process ends, however it ends."""
+    """Hold back a second set-up of the same checkout; the lock falls when the process ends in any way."""
     folder = repo / ".cache"
     folder.mkdir(exist_ok=True)
     with open(folder / "setup.lock", "w") as handle:
@@ -172,7 +175,7 @@ def only_one(repo: Path) -> Iterator[None]:
 
 
 def install_metadata_package(repo: Path, run_pip: Runner) -> None:
-    """Install the module-less `vllm`, built in a scratch folder because setuptools writes beside the sources."""
+    """Install the module-less `vllm`, from a scratch copy because setuptools writes beside the sources."""
     with tempfile.TemporaryDirectory() as scratch:
         copy = shutil.copytree(repo / "requirements" / "vllm_metadata", Path(scratch) / "vllm_metadata")
         if run_pip(["install", "--no-deps", "--no-build-isolation", "--force-reinstall", str(copy)]) != 0:
@@ -184,7 +187,7 @@ def install(repo: Path, venv: Path) -> None:
     python = venv / "bin" / "python"
 
     def run_pip(arguments: Sequence[str]) -> int:
-        return subprocess.run([python, "-m", "pip", "-q", *arguments], env=child_environment()).returncode
+        return subprocess.run([python, "-m", "pip", "-qq", *arguments], env=child_environment()).returncode
 
     if not works(python):
         create_venv(venv)
@@ -193,12 +196,12 @@ def install(repo: Path, venv: Path) -> None:
     present = {canonical(dist.metadata["Name"] or "") for dist in distributions(path=[str(site)])}
     unwanted = [name for name in FORBIDDEN if name in present]
     if unwanted and run_pip(["uninstall", "-y", *unwanted]) != 0:
-        raise SetupError(f"could not remove {', '.join(unwanted)}; delete {venv} and run the same command again")
+        raise SetupError(f"could not remove {', '.join(unwanted)}; delete {venv} and run this again")
 
     wanted = to_install(read_lock(repo / "requirements" / "cpu.lock"), site)
     if wanted:
         say(f"installing {len(wanted)} packages (a fresh set-up takes about 3 minutes and 4.5 GB)")
-    # setuptools first: it builds the few packages that come as source, so that no unpinned builder is fetched.
+    # setuptools first: it builds the few packages that come as source; no unpinned builder is fetched.
     for line in [line for line in wanted if canonical(line).startswith("setuptools==")]:
         if run_pip(["install", "--no-deps", "--force-reinstall", line]) != 0:
             raise SetupError(f"could not install {line}; see pip's message above")
@@ -221,13 +224,13 @@ def install(repo: Path, venv: Path) -> None:
     install_metadata_package(repo, run_pip)
     left = to_install(read_lock(repo / "requirements" / "cpu.lock"), site)
     if left:
-        raise SetupError(f"still not as locked: {', '.join(left)}; delete {venv} and run the same command again")
+        raise SetupError(f"still not as locked: {', '.join(left)}; delete {venv} and run this again")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--venv", type=Path, default=REPO / ".venv", help="folder of the environment")
-    parser.add_argument("--status", action="store_true", help="print what is missing as JSON and change nothing")
+    parser.add_argument("--status", action="store_true", help="print what is missing, change nothing")
     args = parser.parse_args(argv)
     venv = args.venv.absolute()
     stamp = venv / STAMP
@@ -246,7 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
             raise SetupError(
-                f"the CPU lock is made for Linux on x86-64, this is {platform.system()} on {platform.machine()}.\n"
+                "the CPU lock is made for Linux on x86-64, "
+                f"this is {platform.system()} on {platform.machine()}.\n"
                 "       For a machine with a CUDA GPU use environment.yml."
             )
         with only_one(REPO):
