@@ -1,0 +1,206 @@
+"""What `run.py` does once Hydra has composed a config: check, plan, then run, list or report."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments import config as schema
+from experiments import models, provenance
+from experiments.config import BackendConfig, RunConfig
+from experiments.console import Console
+from experiments.estimate import dry_run_lines, status_lines
+from experiments.grid import Plan, expand
+from experiments.loggers import make_logger
+from experiments.runner import EngineFactory, Outcome, Runner
+from experiments.store import Store
+from experiments.workload import spec as workload_spec
+from experiments.workload.types import Workload
+from tessa.errors import UserError
+
+CONF = provenance.REPO / "conf"
+EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
+WARM_UP_OUTPUT = 16
+
+
+def known_backends(conf: Path = CONF) -> dict[str, BackendConfig]:
+    """The backends of conf/backend by name, in their fixed order."""
+    found: dict[str, BackendConfig] = {}
+    for file in sorted(conf.glob("backend/*.yaml"), key=lambda f: schema.backend_rank(f.stem)):
+        values = OmegaConf.load(file)
+        values.pop("defaults", None)
+        found[file.stem] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(BackendConfig), values))
+    return found
+
+
+def plan_run(config: RunConfig, device: str | None = None) -> Plan:
+    """Every check that needs no engine, then the plan. Raises UserError."""
+    model = models.load_spec(config.model)
+    models.check_parallel(model, config.tp)
+    build = functools.partial(workload_spec.build, vocab_size=model.vocab_size)
+    plan = expand(config, known_backends(), device or provenance.device(), build)
+    longest = config.engine.max_model_len or model.max_model_len
+    for workload in plan.workloads.values():
+        assert isinstance(workload, Workload)
+        need = int((workload.prompt_lengths + workload.output_tokens).max())
+        if need > longest:
+            raise UserError(
+                f"the workload has a request of {need} tokens (prompt and output), model {model.name!r} is run "
+                f"with at most {longest}. Shorten the workload, or raise engine.max_model_len up to the model's "
+                f"{model.architecture.get('max_position_embeddings', longest)}."
+            )
+    return plan
+
+
+def warm_up(workload: Workload, vocab_size: int, num_adapters: int) -> Workload:
+    """A small load that touches every adapter once, and the base model once if the workload uses it."""
+    with_base = bool((workload.adapter < 0).any())
+    used = max(num_adapters, 1)
+    return workload_spec.build(
+        {
+            "seed": 1 + int(workload.meta["spec"]["seed"]),
+            "num_requests": used + with_base,
+            "arrivals": {"kind": "all_at_once"},
+            "prompt_tokens": {
+                "kind": "fixed",
+                "value": int(sorted(workload.prompt_lengths)[len(workload) // 2]),
+            },
+            "output_tokens": {
+                "kind": "fixed",
+                "value": min(WARM_UP_OUTPUT, int(sorted(workload.output_tokens)[len(workload) // 2])),
+            },
+            "popularity": {"kind": "distinct"},
+            "num_adapters": num_adapters,
+            "base_fraction": 1.0 / (used + 1) if with_base else 0.0,
+        },
+        vocab_size,
+    )
+
+
+class Workloads:
+    """Writes a plan's workload files on first use."""
+
+    def __init__(self, plan: Plan, config: RunConfig, cache: Path) -> None:
+        self._plan, self._folder = plan, cache / "workloads"
+        self._vocab = models.load_spec(config.model).vocab_size
+        self._paths: dict[str, tuple[Path, Path]] = {}
+
+    def __call__(self, workload_hash: str) -> tuple[Path, Path]:
+        if workload_hash not in self._paths:
+            load = self._plan.workloads[workload_hash]
+            assert isinstance(load, Workload)
+            warm = warm_up(load, self._vocab, int(load.meta["spec"]["num_adapters"]))
+            self._paths[workload_hash] = (load.save(self._folder), warm.save(self._folder))
+        return self._paths[workload_hash]
+
+
+def cache_folder(config: RunConfig) -> Path:
+    chosen = Path(config.paths.cache).expanduser() if config.paths.cache else models.default_cache()
+    return chosen.absolute()
+
+
+def engine_factory(cache: Path) -> EngineFactory:
+    """Real engines, each in a child process. Imported late: planning needs none."""
+    from experiments.engine.parent import make_engine
+
+    return functools.partial(make_engine, cache=cache)
+
+
+def execute(
+    composed: DictConfig,
+    mode: str = "run",
+    factory: EngineFactory | None = None,
+    report: Callable[[Path, str], None] | None = None,
+) -> int:
+    """One job: `mode` is `run` or `status`. Returns the exit status; user mistakes are printed, not raised.
+
+    `factory` makes the engines (None: real ones); `report` is called with the results folder and the
+    experiment after a run, to print the table and draw the figure.
+    """
+    try:
+        return _execute(schema.build(composed), mode, factory, report)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER
+    except KeyboardInterrupt:
+        print("interrupted: finished cells are stored; the same command runs the rest", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _execute(
+    config: RunConfig,
+    mode: str,
+    factory: EngineFactory | None,
+    report: Callable[[Path, str], None] | None,
+) -> int:
+    plan = plan_run(config)
+    results = Path(config.paths.results).expanduser()
+    looking = mode == "status" or config.dry_run
+    store = Store(results, plan.experiment, create=not looking)
+    if looking:
+        lines = status_lines(plan, store) if mode == "status" else dry_run_lines(plan, store, config)
+        print("\n".join(lines))
+        return EXIT_OK
+    provenance.check_same_code(provenance.submit_state(), provenance.git_state(), config.allow_sha_change)
+    console = Console()
+    cache = cache_folder(config)
+    runner = Runner(
+        plan=plan,
+        store=store,
+        measure=config.measure,
+        factory=factory or engine_factory(cache),
+        workload_paths=Workloads(plan, config, cache),
+        console=console,
+        logger=make_logger(config.logger, str(cache), console.note),
+        only=config.only,
+        force=config.force,
+    )
+    outcome = runner.run()
+    if report is not None:
+        report(results, plan.experiment)
+    return summarise(outcome, console)
+
+
+def summarise(outcome: Outcome, console: Console) -> int:
+    """The last line of a run, and its exit status."""
+    complete = len(outcome.done) - len(outcome.failed)
+    parts = [f"{complete} cells complete"]
+    if outcome.failed:
+        parts.append(f"{len(outcome.failed)} not ({', '.join(sorted(outcome.failed))}); a rerun retries them")
+    if outcome.skipped:
+        parts.append(f"{outcome.skipped} left as they were")
+    if outcome.elsewhere:
+        parts.append(f"{len(outcome.elsewhere)} being run elsewhere")
+    console.note("; ".join(parts))
+    return EXIT_FAILED if outcome.failed else EXIT_OK
+
+
+def explain_hydra(error: Exception) -> str:
+    """A Hydra or OmegaConf error as one message about what the user wrote."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, given = error.missing_cfg_file.rpartition("/")
+        options = sorted(set(error.options or ()) - {"schema"}, key=schema.backend_rank)
+        return schema.unknown(group or "config", given, options)
+    return schema.explain(error)
+
+
+def guarded(compose_and_run: Callable[[], Any]) -> int | None:
+    """Runs Hydra's entry; a mistake in the config ends in one message and exit status 2.
+
+    Returns None when Hydra ran (the jobs hold their own exit status).
+    """
+    try:
+        compose_and_run()
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"error: {explain_hydra(error)}", file=sys.stderr)
+        return EXIT_USER
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return None

@@ -1,0 +1,98 @@
+"""The cells of a plan as text: their status, and a rough estimate of the time that they need."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from experiments.config import RunConfig
+from experiments.console import duration
+from experiments.grid import Cell, Plan
+from experiments.store import Store
+
+ENGINE_START_S = 40.0
+"""Start, gate and warm-up of one engine on a CPU with a small model, where no stored cell tells."""
+CPU_TOKENS_PER_S = 150.0
+GPU_TOKENS_PER_S = 3000.0
+
+
+def status_lines(plan: Plan, store: Store) -> list[str]:
+    """One line per cell with its status, then the counts."""
+    lines, counts = [], Counter[str]()
+    for cell in plan.cells:
+        status, why = _status(cell, store)
+        counts[status] += 1
+        lines.append(f"  {status:<11} {cell.name:<34} {describe(cell)}{why}")
+    total = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    return [f"{plan.experiment}: {len(plan.cells)} cells in {store.folder}", *lines, f"total: {total}"]
+
+
+def dry_run_lines(plan: Plan, store: Store, config: RunConfig) -> list[str]:
+    """The cells in the order in which they would run, engine starts, and the estimated time."""
+    lines, seconds, cells, starts = [], 0.0, 0, 0
+    for point in plan.points:
+        wanted: set[str] = set()
+        for workload in point.workloads:
+            for group in point.groups:
+                for cell in (c for c in group.cells if c.workload_hash == workload):
+                    status, _ = _status(cell, store)
+                    run = _would_run(status, config)
+                    part = estimate_cell(cell, store, config, work_of(plan, cell)) if run else 0.0
+                    note = f"about {duration(part)}" if run else "kept"
+                    lines.append(f"  {status:<11} {note:<14} {cell.name:<34} {describe(cell)}")
+                    seconds, cells = seconds + part, cells + run
+                    if run:
+                        wanted.add(group.key)
+        starts += len(wanted) * (config.measure.rounds if config.measure.interleave == "restart" else 1)
+    seconds += starts * ENGINE_START_S
+    head = f"{plan.experiment}: {len(plan.cells)} cells, {cells} to run, {starts} engine starts"
+    return [head, *lines, f"roughly {duration(seconds)} in all; nothing was run (dry_run=true)"]
+
+
+def describe(cell: Cell) -> str:
+    """What sets a cell apart, in words."""
+    labels = cell.labels
+    rate = f" rate={labels['request_rate']:g}/s" if labels["request_rate"] is not None else ""
+    loop = f" concurrency={labels['concurrency']}" if labels["concurrency"] is not None else ""
+    return (
+        f"{cell.variant} tp={labels['tp']} {labels['model']} {labels['dtype']} "
+        f"workload={cell.workload_hash[:8]} {labels['popularity']}{rate}{loop} "
+        f"adapters={labels['num_adapters']} r={labels['rank_equivalent']}"
+    )
+
+
+def estimate_cell(cell: Cell, store: Store, config: RunConfig, work: dict[str, Any]) -> float:
+    """Seconds for all rounds of a cell: from its own last run, else from the load, else from a rate of thumb."""
+    stored = store.summary(cell.name, cell.hash)
+    walls = [entry["wall_s"] for entry in (stored or {}).get("rounds", []) if entry.get("wall_s")]
+    if walls:
+        return config.measure.rounds * sum(walls) / len(walls)
+    rate = CPU_TOKENS_PER_S if cell.identity["device"] == "cpu" else GPU_TOKENS_PER_S
+    return config.measure.rounds * max(work["last_arrival_s"], work["tokens"] / rate)
+
+
+def work_of(plan: Plan, cell: Cell) -> dict[str, Any]:
+    """Output tokens and the last arrival of a cell's workload, as its builder reported them."""
+    realised = plan.workloads[cell.workload_hash].meta.get("realised", {})
+    return {
+        "tokens": realised.get("total_output_tokens", 0),
+        "last_arrival_s": realised.get("last_arrival_s", 0.0),
+    }
+
+
+def _status(cell: Cell, store: Store) -> tuple[str, str]:
+    summary = store.summary(cell.name, cell.hash)
+    holder = store.claimed_by(cell.name)
+    if holder is not None:
+        return "running", f"  ({holder})"
+    if summary is None:
+        return "missing", ""
+    return str(summary["status"]), f"  ({summary['reason']})" if summary.get("reason") else ""
+
+
+def _would_run(status: str, config: RunConfig) -> bool:
+    if status == "running":
+        return False
+    if config.only == "failed":
+        return status not in ("complete", "missing")
+    return config.force or status != "complete"

@@ -1,0 +1,384 @@
+"""From one composed config to the ordered list of cells, grouped so that one engine serves many of them.
+
+A cell is everything that determines a result; its rounds live inside it. An engine group is the cells of one
+(backend, kernels, model, tp, dtype, adapters, engine options). A point is the engine groups that differ in the
+backend alone: they are run side by side and compared.
+
+Order: points as the grid spells them (the last key varies fastest), in a point the workloads as the grid spells
+them, for each workload the backends in their fixed order.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments import config as schema
+from experiments import models
+from experiments.config import BackendConfig, RunConfig
+from tessa.errors import UserError
+
+GRID_ROOTS = ("workload", "adapters", "engine", "backend", "dtype")
+# Settings of `measure` that cannot change a number: they bound waiting, or act through the workload.
+NOT_IDENTITY = ("name", "start_timeout_s", "base_reference", "caps")
+
+
+class BuiltWorkload(Protocol):
+    """What the grid needs of `experiments.workload.types.Workload`."""
+
+    hash: str
+    meta: dict[str, Any]
+
+
+WorkloadBuilder = Callable[[dict[str, Any]], BuiltWorkload]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One result: identity, its hash, and the columns it is known by in tables."""
+
+    experiment: str
+    identity: dict[str, Any] = field(hash=False)
+    labels: dict[str, Any] = field(hash=False)
+    hash: str
+
+    @property
+    def backend(self) -> str:
+        return str(self.identity["backend"])
+
+    @property
+    def variant(self) -> str:
+        """The backend as shown to a user: `punica`, or `punica:stock` for chosen kernels."""
+        return variant_name(self.backend, str(self.identity["kernels"]))
+
+    @property
+    def name(self) -> str:
+        """Folder name; the hash's first 12 digits keep it short on every file system."""
+        return f"{self.backend}-tp{self.identity['tp']}-{self.hash[:12]}"
+
+    @property
+    def workload_hash(self) -> str:
+        return str(self.identity["workload"]["hash"])
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Cells that one engine serves. `engine` is the identity without workload and measure."""
+
+    engine: dict[str, Any] = field(hash=False)
+    key: str
+    cells: tuple[Cell, ...]
+    config: RunConfig = field(hash=False, compare=False)
+
+    @property
+    def backend(self) -> str:
+        return str(self.engine["backend"])
+
+    @property
+    def variant(self) -> str:
+        return variant_name(self.backend, str(self.engine["kernels"]))
+
+
+@dataclass(frozen=True)
+class Point:
+    """Engine groups compared with each other, and their workloads in order."""
+
+    key: str
+    groups: tuple[EngineGroup, ...]
+    workloads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    experiment: str
+    points: tuple[Point, ...]
+    workloads: Mapping[str, BuiltWorkload] = field(hash=False)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All cells in the order in which they run."""
+        return [
+            cell
+            for point in self.points
+            for workload in point.workloads
+            for group in point.groups
+            for cell in group.cells
+            if cell.workload_hash == workload
+        ]
+
+
+def variant_name(backend: str, kernels: str) -> str:
+    return backend if kernels in ("auto", "none") else f"{backend}:{kernels}"
+
+
+def canonical_hash(value: Any) -> str:
+    """sha256 hex of canonical JSON: sorted keys, no spaces, no NaN."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def expand(
+    config: RunConfig, backends: Mapping[str, BackendConfig], device: str, build: WorkloadBuilder
+) -> Plan:
+    """The plan of a run.
+
+    `backends` holds the config of every known backend, `device` is `cpu` or `cuda`, `build` makes a workload
+    from `workload_spec`'s dict. Raises UserError for a wrong grid, an unknown backend or a bad workload.
+    """
+    if config.name is None:
+        raise UserError("no experiment chosen: pass experiment=<name>, for example experiment=tp_scaling")
+    chosen = choose_backends(config, backends)
+    built: dict[str, BuiltWorkload] = {}
+    by_spec: dict[str, BuiltWorkload] = {}
+    groups: dict[str, dict[str, list[Cell]]] = {}
+    engines: dict[str, tuple[dict[str, Any], RunConfig]] = {}
+    order: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for values in combinations(config):
+        base = apply(config, values)
+        spec = workload_spec(base)
+        spec_key = canonical_hash(spec)
+        if spec_key not in by_spec:
+            by_spec[spec_key] = build(spec)
+        workload = by_spec[spec_key]
+        built[workload.hash] = workload
+        for backend in chosen:
+            one = dataclasses.replace(base, backend=_with_overrides(backend, config.backend, values))
+            engine = engine_identity(one, device)
+            identity = {
+                **engine,
+                "workload": {"hash": workload.hash, "spec": workload.meta["spec"]},
+                "measure": measure_identity(one),
+            }
+            cell = Cell(config.name, identity, labels(identity), canonical_hash(identity))
+            if cell.hash in seen:
+                continue
+            seen.add(cell.hash)
+            point_key = canonical_hash({k: v for k, v in engine.items() if k not in _BACKEND_KEYS})
+            engine_key = canonical_hash(engine)
+            engines.setdefault(engine_key, (engine, one))
+            groups.setdefault(point_key, {}).setdefault(engine_key, []).append(cell)
+            if workload.hash not in order.setdefault(point_key, []):
+                order[point_key].append(workload.hash)
+    points = [
+        Point(
+            key=point_key,
+            groups=tuple(
+                EngineGroup(engines[key][0], key, tuple(cells), engines[key][1])
+                for key, cells in members.items()
+            ),
+            workloads=tuple(order[point_key]),
+        )
+        for point_key, members in groups.items()
+    ]
+    return Plan(config.name, tuple(points), built)
+
+
+_BACKEND_KEYS = ("backend", "kernels", "options")
+
+
+def choose_backends(config: RunConfig, known: Mapping[str, BackendConfig]) -> list[BackendConfig]:
+    """Backends of a run in fixed order: `backend=`, else `backends=`, else the grid's `backends`."""
+    if config.backend is not None:
+        return [config.backend]
+    names = config.backends if config.backends is not None else config.grid.get("backends")
+    if not names:
+        raise UserError(
+            f"no backend chosen: pass backend=<name> or backends=[...]. Known: {', '.join(known)}"
+        )
+    if isinstance(names, str):
+        raise UserError(f"backends={names} must be a list: write backends=[{names}]")
+    chosen: dict[tuple[str, str], BackendConfig] = {}
+    for entry in names:
+        name, _, kernels = str(entry).partition(":")
+        schema.one_of("backend", name, sorted(known, key=schema.backend_rank))
+        backend = copy.deepcopy(known[name])
+        if kernels:
+            backend.kernels = kernels
+        chosen.setdefault((name, backend.kernels), backend)
+    return sorted(
+        chosen.values(), key=lambda b: (schema.backend_rank(b.name), b.kernels != "auto", b.kernels)
+    )
+
+
+def combinations(config: RunConfig) -> list[dict[str, Any]]:
+    """Every combination of the grid's values but the backends; the last key varies fastest."""
+    axes: dict[str, list[Any]] = {}
+    for key, values in config.grid.items():
+        if key == "backends":
+            continue
+        if key.split(".")[0] not in GRID_ROOTS:
+            raise UserError(
+                f"grid key {key!r} cannot be swept here: use keys below {', '.join(GRID_ROOTS)}, or `backends`; "
+                "tensor-parallel degrees go on the command line, tp=2 or -m tp=1,2,4"
+            )
+        if not isinstance(values, list) or not values:
+            raise UserError(f"grid.{key}={values} must be a list with at least one value")
+        axes[key] = thin(values, config.measure.caps.grid_values)
+    return [dict(zip(axes, combo, strict=True)) for combo in itertools.product(*axes.values())]
+
+
+def thin(values: list[Any], limit: int | None) -> list[Any]:
+    """At most `limit` of the values: the first, the last, and evenly between."""
+    if limit is None or len(values) <= limit:
+        return list(values)
+    if limit <= 1:
+        return values[:1]
+    return [values[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def apply(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """A copy of the config with grid values set; a dict as value replaces the whole section."""
+    if not values:
+        return config
+    plain = dataclasses.asdict(config)
+    for key, value in values.items():
+        if key.startswith("backend."):
+            continue
+        *path, last = key.split(".")
+        node = plain
+        for part in path:
+            node = node.get(part, {}) if isinstance(node, dict) else {}
+        if not isinstance(node, dict) or (last not in node and path != ["engine", "extra"]):
+            known = ", ".join(sorted(node)) if isinstance(node, dict) and node else "none"
+            raise UserError(f"grid key {key!r} is no setting. Known settings there: {known}")
+        node[last] = copy.deepcopy(value)
+    return schema.build(plain)
+
+
+def workload_spec(config: RunConfig) -> dict[str, Any]:
+    """The workload as `experiments.workload.spec.build` takes it, with the caps of `measure` applied."""
+    workload, caps = dataclasses.asdict(config.workload), config.measure.caps
+    workload.pop("name")
+    workload["num_adapters"] = num_adapters(config)
+    _cap(workload, "num_requests", caps.requests)
+    _cap(workload.get("arrivals"), "rate", caps.rate)
+    for side in ("prompt_tokens", "output_tokens"):
+        for key in ("value", "low", "high", "median"):
+            _cap(workload.get(side), key, getattr(caps, side))
+    if (trace := workload.get("trace")) is not None:
+        # A trace brings its own count and lengths, so the caps become its limits.
+        workload["num_requests"] = workload["num_requests"] or caps.requests
+        for side in ("prompt_tokens", "output_tokens"):
+            trace[f"max_{side}"] = trace[f"max_{side}"] or getattr(caps, side)
+            _cap(trace, f"max_{side}", getattr(caps, side))
+    if (slora := workload.get("slora")) is not None and caps.requests is not None:
+        slora["duration"] = min(slora["duration"], caps.requests / slora["req_rate"])
+    return _without_none(workload)
+
+
+def _cap(node: dict[str, Any] | None, key: str, limit: float | None) -> None:
+    if node is not None and limit is not None and node.get(key) is not None:
+        node[key] = min(node[key], limit)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return value
+
+
+def num_adapters(config: RunConfig) -> int:
+    limit = config.measure.caps.adapters
+    return config.adapters.count if limit is None else min(config.adapters.count, limit)
+
+
+def engine_identity(config: RunConfig, device: str) -> dict[str, Any]:
+    """What one engine start depends on."""
+    assert config.backend is not None
+    adapters = dataclasses.asdict(config.adapters)
+    adapters.pop("name")
+    adapters["count"] = num_adapters(config)
+    if adapters["max_resident"] is None:
+        adapters["max_resident"] = adapters["count"]
+    adapters["max_resident"] = min(adapters["max_resident"], adapters["count"])
+    model = models.load_spec(config.model)
+    dtype = config.dtype
+    if dtype == "auto":
+        # A CPU without AVX-512 is several times slower in bfloat16.
+        dtype = "float32" if device == "cpu" else model.dtype
+    return {
+        "backend": config.backend.name,
+        "kernels": config.backend.kernels,
+        "options": dict(config.backend.options),
+        "model": model_identity(model),
+        "tp": config.tp,
+        "dtype": dtype,
+        "device": device,
+        "adapters": _without_none(adapters),
+        "engine": _without_none(dataclasses.asdict(config.engine)),
+    }
+
+
+def model_identity(spec: models.ModelSpec) -> dict[str, Any]:
+    """The model without where it lies; a folder on disk is known by its files' names and sizes."""
+    identity = dataclasses.asdict(spec)
+    path = identity.pop("path")
+    if path:
+        files = sorted((f.name, f.stat().st_size) for f in Path(path).glob("*.safetensors"))
+        identity["files"] = canonical_hash([[name, size] for name, size in files])
+    return identity
+
+
+def measure_identity(config: RunConfig) -> dict[str, Any]:
+    measure = dataclasses.asdict(config.measure)
+    return _without_none({key: value for key, value in measure.items() if key not in NOT_IDENTITY})
+
+
+def labels(identity: dict[str, Any]) -> dict[str, Any]:
+    """The columns that name a cell in `analysis.load()`."""
+    spec, adapters = identity["workload"]["spec"], identity["adapters"]
+    arrivals = spec.get("arrivals") or {}
+    return {
+        "backend": identity["backend"],
+        "kernels": identity["kernels"],
+        "model": identity["model"].get("name"),
+        "dtype": identity["dtype"],
+        "device": identity["device"],
+        "tp": identity["tp"],
+        "workload_hash": identity["workload"]["hash"],
+        "num_adapters": adapters["count"],
+        "max_resident": adapters["max_resident"],
+        "rank_equivalent": adapters["rank_equivalent"],
+        "target_modules": "+".join(adapters["target_modules"]),
+        "popularity": section_name(spec.get("popularity")),
+        "arrivals": section_name({**arrivals, "rate": None, "concurrency": None}),
+        "request_rate": arrivals.get("rate"),
+        "concurrency": arrivals.get("concurrency"),
+        "prompt_tokens": section_name(spec.get("prompt_tokens")),
+        "output_tokens": section_name(spec.get("output_tokens")),
+        "num_requests": spec.get("num_requests"),
+    }
+
+
+def section_name(section: dict[str, Any] | None) -> str | None:
+    """`zipf(s=1.5)`, `uniform`, `fixed(value=64)`; None where the workload has no such section."""
+    if section is None:
+        return None
+    rest = ",".join(f"{k}={v:g}" for k, v in section.items() if k != "kind" and v is not None)
+    return f"{section.get('kind')}({rest})" if rest else str(section.get("kind"))
+
+
+def _with_overrides(
+    backend: BackendConfig, chosen: BackendConfig | None, values: Mapping[str, Any]
+) -> BackendConfig:
+    """The backend with the grid's `backend.*` values."""
+    result = copy.deepcopy(chosen if chosen is not None else backend)
+    for key, value in values.items():
+        if key == "backend.kernels":
+            # A backend without adapter kernels has nothing to choose.
+            result.kernels = result.kernels if result.kernels == "none" else str(value)
+        elif key.startswith("backend.options."):
+            result.options[key.removeprefix("backend.options.")] = value
+        elif key.startswith("backend."):
+            raise UserError(
+                f"grid key {key!r} cannot be swept: use backend.kernels or backend.options.<name>"
+            )
+    return result

@@ -1,0 +1,398 @@
+"""Runs a plan: starts engines, gates them, measures rounds, stores cells. One backend's failure stops no other."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from experiments import provenance
+from experiments.cells import CellRun, Failure, base_throughput, summarise_cell
+from experiments.claims import Claim
+from experiments.config import MeasureConfig
+from experiments.console import Console
+from experiments.grid import Cell, EngineGroup, Plan, Point
+from experiments.loggers import Logger
+from experiments.store import Store
+
+MOST_CRASHES = 2
+"""After so many deaths in a row an engine is not started again; its remaining cells fail at once."""
+
+
+class Engine(Protocol):
+    """An engine in its own process group. Every method but `stop` may raise an error that has `kind`
+    ("failed" | "timeout"), `reason` and perhaps `traceback`; any other exception counts as "failed"."""
+
+    def start(self, timeout_s: float) -> None: ...
+    def gate(self, options: dict[str, Any]) -> dict[str, Any]:
+        """`{"passed": bool, "max_abs_error": float, "detail": str}`."""
+        ...
+
+    def warmup(self, workload_path: Path) -> None: ...
+    def run(self, workload_path: Path, options: dict[str, Any]) -> dict[str, Any]:
+        """`{"records": parquet path or list of rows, "wall_s": float, "counters": dict}` of one round."""
+        ...
+
+    def counters(self) -> dict[str, Any]: ...
+    def park(self) -> None:
+        """Takes all processor time from the engine until `resume`."""
+        ...
+
+    def resume(self) -> None: ...
+    def stop(self) -> None:
+        """Ends every process of the engine; harmless when it is not running."""
+        ...
+
+
+EngineFactory = Callable[[EngineGroup, Path], Engine]
+
+
+@dataclass
+class Slot:
+    """One engine group of the point that is running."""
+
+    group: EngineGroup
+    log: Path
+    pending: dict[str, Cell]
+    recorded: bool = True
+    engine: Engine | None = None
+    gate: dict[str, Any] | None = None
+    failure: Failure | None = None
+    crashes: int = 0
+    start_s: float | None = None
+
+
+@dataclass
+class Outcome:
+    """What a run did, by cell name."""
+
+    done: dict[str, str] = field(default_factory=dict)
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    skipped: int = 0
+
+    @property
+    def failed(self) -> list[str]:
+        return [cell for cell, status in self.done.items() if status != "complete"]
+
+
+class Runner:
+    """Drives one plan against one store.
+
+    workload_paths: for each workload hash the file of the load and the file of its warm-up.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        measure: MeasureConfig,
+        factory: EngineFactory,
+        workload_paths: Callable[[str], tuple[Path, Path]],
+        console: Console,
+        logger: Logger,
+        only: str | None = None,
+        force: bool = False,
+    ) -> None:
+        self.plan, self.store, self.measure = plan, store, measure
+        self.factory, self.workload_paths = factory, workload_paths
+        self.console, self.logger = console, logger
+        self.only, self.force = only, force
+        self.session = uuid.uuid4().hex[:12]
+        self.start_state = provenance.git_state()
+        self.outcome = Outcome()
+        self._claims: dict[str, Claim] = {}
+        self._slots: list[Slot] = []
+
+    def wanted(self, cell: Cell) -> bool:
+        """Whether this run is to measure the cell: complete ones are kept unless forced."""
+        status = self.store.status(cell.name, cell.hash)
+        if self.only == "failed":
+            return status not in ("complete", "missing")
+        return self.force or status != "complete"
+
+    def run(self) -> Outcome:
+        """Measures every wanted cell. Raises KeyboardInterrupt on SIGINT, SIGTERM and SIGHUP, with all
+        engines stopped and the claims released."""
+        todo = [cell for cell in self.plan.cells if self.wanted(cell)]
+        self.outcome.skipped = len(self.plan.cells) - len(todo)
+        self.console.start(len(todo) * self.measure.rounds, self.outcome.skipped)
+        logs = self.store.scratch("logs")
+        with stop_signals():
+            try:
+                for point in self.plan.points:
+                    self._run_point(point, logs)
+            finally:
+                with shielded():
+                    self._stop_all()
+                    for claim in self._claims.values():
+                        claim.release()
+                    self._claims.clear()
+                    shutil.rmtree(logs, ignore_errors=True)
+                    self.logger.close()
+                    self.console.stop()
+        return self.outcome
+
+    def _run_point(self, point: Point, logs: Path) -> None:
+        self._slots = [slot for group in point.groups if (slot := self._slot(group, logs)) is not None]
+        if not any(slot.pending for slot in self._slots):
+            return
+        self._add_base_reference(point, logs)
+        workloads = [w for w in point.workloads if any(w in slot.pending for slot in self._slots)]
+        mode = {"resident": self._resident, "restart": self._restart, "off": self._one_by_one}
+        try:
+            mode[self.measure.interleave](workloads)
+        finally:
+            with shielded():
+                self._stop_all()
+
+    def _slot(self, group: EngineGroup, logs: Path) -> Slot | None:
+        pending: dict[str, Cell] = {}
+        for cell in group.cells:
+            if not self.wanted(cell):
+                continue
+            claim = self.store.claim(cell.name)
+            if claim is None:
+                holder = self.store.claimed_by(cell.name) or "another run"
+                self.outcome.elsewhere[cell.name] = holder
+                self.console.note(f"{cell.name} is being run by {holder}; left to it")
+                self.console.advance(self.measure.rounds)
+                continue
+            if not self.wanted(cell):  # finished by another run between the look and the claim
+                claim.release()
+                continue
+            self._claims[cell.name] = claim
+            pending[cell.workload_hash] = cell
+        return Slot(group, logs / f"{group.key[:16]}.log", pending) if pending else None
+
+    def _add_base_reference(self, point: Point, logs: Path) -> None:
+        """Measures a finished base again beside late cells, so that their ratios come from one round."""
+        if self.measure.base_reference != "rerun" or self.measure.interleave == "off":
+            return
+        if any(slot.group.backend == "base" for slot in self._slots):
+            return
+        for group in point.groups:
+            if group.backend == "base":
+                wanted = {w for slot in self._slots for w in slot.pending}
+                cells = {cell.workload_hash: cell for cell in group.cells if cell.workload_hash in wanted}
+                self._slots.insert(0, Slot(group, logs / f"{group.key[:16]}.log", cells, recorded=False))
+
+    # Schedules: who runs when.
+
+    def _resident(self, workloads: Sequence[str]) -> None:
+        """All engines up at once, parked while another is measured; rounds rotate through them."""
+        for slot in self._slots:
+            self._ensure(slot)
+        for workload in workloads:
+            runs = [CellRun(slot, slot.pending[workload]) for slot in self._slots if workload in slot.pending]
+            for run in runs:
+                self._warm(run)
+            for index in range(self.measure.rounds):
+                for position, run in enumerate(rotated(runs, index)):
+                    self._round(run, index, position)
+            self._finish(runs)
+
+    def _restart(self, workloads: Sequence[str]) -> None:
+        """A fresh engine for each backend and round, where memory does not hold all of them."""
+        runs = [
+            CellRun(slot, slot.pending[workload])
+            for slot in self._slots
+            for workload in workloads
+            if workload in slot.pending
+        ]
+        for index in range(self.measure.rounds):
+            for position, slot in enumerate(rotated(self._slots, index)):
+                for run in runs:
+                    if run.slot is slot:
+                        self._warm(run)
+                        self._round(run, index, position)
+                self._stop(slot)
+        for workload in workloads:
+            self._finish([run for run in runs if run.cell.workload_hash == workload])
+
+    def _one_by_one(self, workloads: Sequence[str]) -> None:
+        """One backend after the other, all its rounds together; base comes first."""
+        finished: list[CellRun] = []
+        for slot in self._slots:
+            for workload in workloads:
+                if workload not in slot.pending:
+                    continue
+                run = CellRun(slot, slot.pending[workload])
+                self._warm(run)
+                for index in range(self.measure.rounds):
+                    self._round(run, index, 0)
+                finished.append(run)
+                self._finish([run], finished)
+            self._stop(slot)
+
+    # Steps: each turns an exception of one engine into a failure of its cells.
+
+    def _ensure(self, slot: Slot) -> bool:
+        """Starts and gates the slot's engine if it is not up; False when it cannot be used."""
+        if slot.engine is not None:
+            return True
+        if slot.failure is not None or slot.crashes >= MOST_CRASHES:
+            return False
+        self.console.phase(slot.group.variant, "start")
+        began = time.perf_counter()
+        try:
+            slot.engine = self.factory(slot.group, slot.log)
+            slot.engine.start(self.measure.start_timeout_s)
+            slot.start_s = time.perf_counter() - began
+            if self.measure.gate.enabled and slot.gate is None:
+                self.console.phase(slot.group.variant, "gate")
+                slot.gate = slot.engine.gate(
+                    {"requests": self.measure.gate.requests, "tolerance": self.measure.gate.tolerance}
+                )
+        except Exception as error:
+            slot.failure = Failure.of(error, "start" if slot.start_s is None else "gate")
+            self._stop(slot)
+            return False
+        if slot.gate is not None and not slot.gate["passed"]:
+            slot.failure = Failure(
+                "incorrect",
+                "gate",
+                f"wrong outputs: {slot.gate.get('detail', 'the correctness gate failed')}",
+            )
+            self._stop(slot)
+            return False
+        self._park(slot)
+        return True
+
+    def _warm(self, run: CellRun) -> None:
+        if self.measure.warmup:
+            self._step(run, "warm-up", lambda engine, paths: engine.warmup(paths[1]))
+
+    def _round(self, run: CellRun, index: int, position: int) -> None:
+        options = {
+            "round": index,
+            "max_in_flight": self.measure.max_in_flight,
+            "lag_tolerance_s": self.measure.lag_tolerance_s,
+            "request_timeout_s": self.measure.request_timeout_s,
+            "stall_timeout_s": self.measure.stall_timeout_s,
+        }
+
+        def measure(engine: Engine, paths: tuple[Path, Path]) -> None:
+            result = engine.run(paths[0], options)
+            workload = self.plan.workloads[run.cell.workload_hash]
+            run.add_round(result, index, position, self.session, workload, self.measure)
+
+        self._step(run, f"round {index + 1}/{self.measure.rounds}", measure)
+        self.console.advance(1 if run.slot.recorded else 0)
+
+    def _step(self, run: CellRun, phase: str, action: Callable[[Engine, tuple[Path, Path]], None]) -> None:
+        slot = run.slot
+        if run.failure is not None:
+            return
+        if not self._ensure(slot):
+            reason = f"the engine died {slot.crashes} times in a row and was not started again"
+            run.failure = slot.failure or Failure("failed", phase, reason)
+            return
+        assert slot.engine is not None
+        self.console.phase(slot.group.variant, phase)
+        try:
+            if self._parks:
+                slot.engine.resume()
+            action(slot.engine, self.workload_paths(run.cell.workload_hash))
+            self._park(slot)
+        except Exception as error:
+            run.failure = Failure.of(error, phase)
+            slot.crashes += 1
+            self._stop(slot)
+        else:
+            slot.crashes = 0
+
+    def _finish(self, runs: list[CellRun], reference: list[CellRun] | None = None) -> None:
+        """Stores the cells of one workload; ratios to base are formed here, round by round."""
+        bases = [run for run in reference or runs if run.slot.group.backend == "base"]
+        for run in runs:
+            if not run.slot.recorded:
+                continue
+            own = [b for b in bases if b.cell.workload_hash == run.cell.workload_hash and b.failure is None]
+            stored = None if own else self._stored_base(run.cell)
+            basis = "same_round" if self.measure.interleave != "off" else "not_interleaved"
+            run.add_costs(base_throughput(own[0].rounds) if own else {}, basis)
+            if stored is not None:
+                run.add_costs(base_throughput(stored["rounds"]), "other_session")
+            summary, records = summarise_cell(run, self.start_state)
+            self.store.write(run.cell.name, run.cell.identity, summary, records, run.slot.log)
+            self.outcome.done[run.cell.name] = summary["status"]
+            if (claim := self._claims.pop(run.cell.name, None)) is not None:
+                claim.release()
+            if summary["status"] != "complete":
+                self.console.failed(run.cell, summary, self.store.path(run.cell.name))
+            self.logger.log_cell(run.cell, summary)
+
+    def _stored_base(self, cell: Cell) -> dict[str, Any] | None:
+        for point in self.plan.points:
+            cells = [c for group in point.groups for c in group.cells]
+            if cell in cells:
+                for other in cells:
+                    if other.backend == "base" and other.workload_hash == cell.workload_hash:
+                        summary = self.store.summary(other.name, other.hash)
+                        return summary if summary and summary["status"] == "complete" else None
+        return None
+
+    # Engines up and down.
+
+    @property
+    def _parks(self) -> bool:
+        return self.measure.interleave == "resident" and len(self._slots) > 1
+
+    def _park(self, slot: Slot) -> None:
+        if self._parks and slot.engine is not None:
+            slot.engine.park()
+
+    def _stop(self, slot: Slot) -> None:
+        if slot.engine is not None:
+            with contextlib.suppress(Exception):
+                slot.engine.stop()
+            # Only now: a signal that arrives while the engine stops must find it again.
+            slot.engine = None
+
+    def _stop_all(self) -> None:
+        for slot in self._slots:
+            self._stop(slot)
+
+
+def rotated(items: Sequence[Any], by: int) -> list[Any]:
+    """The items in order, starting `by` places later each round, so that no backend is always first."""
+    shift = by % len(items) if items else 0
+    return [*items[shift:], *items[:shift]]
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP act like Ctrl-C inside this block; nothing changes outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """Holds off the stop signals, so that a second Ctrl-C cannot leave engines behind."""
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
