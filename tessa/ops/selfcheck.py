@@ -68,7 +68,7 @@ class Case:
 
 
 def make_case(part: str, shape: Shape, dtype: torch.dtype, device: str, seed: int, widths: bool) -> Case:
-    """Random ragged batch; contiguous or scattered slices, one at index 0; poisoned as the module says."""
+    """Random ragged batch; contiguous and scattered slices; poisoned as the module says."""
     gen = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -83,12 +83,18 @@ def make_case(part: str, shape: Shape, dtype: torch.dtype, device: str, seed: in
     width = torch.randint(0, shape.k + 1, (shape.slots,), generator=gen, dtype=torch.int32)
     if len(used):
         width[used[0]] = shape.k
+        width[used[-1]] = max(1, shape.k - 2)
     index = torch.zeros(shape.slots, shape.k, dtype=torch.int32)
     delta = torch.full((shape.slots, shape.k, length), NAN, dtype=dtype)
     for s in used.tolist():
         rows = int(width[s])
-        first = 0 if s == used[0] else int(torch.randint(0, limit - rows + 1, (1,), generator=gen))
-        index[s, :rows] = torch.arange(first, first + rows) if s % 2 == 0 else spread(rows, limit, gen)
+        if s == used[-1]:
+            index[s, :rows] = torch.arange(rows).flip(0)  # a real row at 0, and padding at 0 after it
+        elif s % 2:
+            index[s, :rows] = torch.randperm(limit, generator=gen)[:rows]  # as packed projections give them
+        else:
+            first = int(torch.randint(0, limit - rows + 1, (1,), generator=gen))
+            index[s, :rows] = torch.arange(first, first + rows)
         delta[s, :rows] = normal(rows, length)
         if not widths:
             delta[s, rows:] = 0
@@ -122,11 +128,6 @@ def random_slots(shape: Shape, used: Tensor, gen: torch.Generator) -> Tensor:
     shares[-1] = shares.sum() / 7
     choice = torch.multinomial(shares, shape.tokens, replacement=True, generator=gen)
     return torch.cat([used, torch.tensor([-1])])[choice].to(torch.int32)
-
-
-def spread(rows: int, limit: int, gen: torch.Generator) -> Tensor:
-    """Distinct indices in no order, as several segments or packed projections give them."""
-    return torch.randperm(limit, generator=gen)[:rows].to(torch.int32)
 
 
 def verdict(got: Tensor, want: Tensor, magnitude: Tensor, terms: int) -> tuple[float, bool]:
