@@ -21,8 +21,8 @@ from tessa.errors import UserError
 
 # Scales of the random weights, relative to unit-variance outputs (standard deviation gain / sqrt(fan-in)).
 # Queries and keys are sharp enough for attention to depend on the prompt: at gain 1 it is close to an average
-# of all positions, and an error in the KV cache would hardly move the output. The logits' standard deviation of
-# 2.5 makes some tokens clearly likelier than others without one winning everywhere.
+# of all positions, and an error in the KV cache would hardly move the output. Logits with a standard
+# deviation of 2.5 make some tokens clearly likelier than others without one winning everywhere.
 GAINS = {"q_proj": 1.5, "k_proj": 1.5, "lm_head": 2.5}
 
 
@@ -77,7 +77,7 @@ def write_tokenizer(spec: ModelSpec, folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = {}
+    special: dict[str, int] = {}
     for token in ("pad", "bos", "eos"):
         number = spec.architecture.get(f"{token}_token_id")
         if number is not None and number not in special.values():

@@ -1,8 +1,8 @@
 """Model specifications from conf/model/*.yaml, and the folders that an engine loads them from.
 
 Three sources. `generated`: a small Llama-architecture checkpoint with random weights that the project writes
-itself. `hub`: a published model; with `weights=dummy` only its architecture is used, which stands in the YAML, so
-that nothing is downloaded. `path`: a folder on disk.
+itself. `hub`: a published model; with `weights=dummy` only its architecture is used, which stands in the
+YAML, so that nothing is downloaded. `path`: a folder on disk.
 
 The parent process of a run imports this module, so nothing here imports torch, transformers or NumPy; the
 folders are written by a child process, `python -m experiments.models NAME [CACHE_DIR]`.
@@ -107,7 +107,7 @@ class ModelSpec:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Every projection of every layer: module path -> (d_out, d_in), unsharded, in the order of the layers."""
+        """Every projection of every layer: module path -> (d_out, d_in), unsharded, in layer order."""
         hidden, inner = self.hidden_size, self.intermediate_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         per_layer = {
@@ -227,7 +227,8 @@ def _check_sizes(spec: ModelSpec, label: str) -> None:
             raise UserError(f"{label}: model_type={arch['model_type']!r}; only llama models can be generated")
         if spec.head_dim < MIN_CPU_HEAD_DIM:
             raise UserError(
-                f"{label}: head_dim={spec.head_dim}; vLLM's attention on the CPU needs {MIN_CPU_HEAD_DIM} or more"
+                f"{label}: head_dim={spec.head_dim}; "
+                f"vLLM's attention on the CPU needs at least {MIN_CPU_HEAD_DIM}"
             )
 
 
@@ -247,8 +248,10 @@ def check_parallel(spec: ModelSpec, tp: int) -> None:
     allowed = allowed_parallel(spec)
     if tp not in allowed:
         raise UserError(
-            f"tp={tp} does not fit model {spec.name!r} ({spec.num_heads} heads, {spec.num_kv_heads} KV heads, "
-            f"intermediate size {spec.intermediate_size}); allowed: {', '.join(map(str, allowed))}"
+            f"tp={tp} does not fit model {spec.name!r} "
+            f"({spec.num_heads} heads, {spec.num_kv_heads} KV heads, "
+            f"intermediate size {spec.intermediate_size}); "
+            f"allowed: {', '.join(map(str, allowed))}"
         )
 
 
@@ -265,8 +268,8 @@ def model_folder(spec: ModelSpec, cache: Path) -> Path:
 def ensure_model(spec: ModelSpec, cache: Path | None = None) -> Path:
     """The folder to load `spec` from, made first when missing; `cache` defaults to default_cache().
 
-    A folder with this name is complete: it is written elsewhere and renamed. Raises UserError for what the user
-    can mend (cache inside the repository, model not to be had), RuntimeError when the child process fails.
+    A folder with this name is complete: it is written elsewhere and renamed. Raises UserError for what the
+    user can mend (cache inside the repository, model not to be had), RuntimeError when the child fails.
     """
     if spec.source == "path":
         return Path(spec.path or "")
