@@ -10,7 +10,7 @@ _EXPORTS = {
     "Interval": "stats",
     "LoadOptions": "load",
     "LoadResult": "types",
-    "MetricOptions": "metrics",
+    "MetricOptions": "arrays",
     "RequestRecord": "types",
     "TokenEvent": "types",
     "records_from_frame": "types",

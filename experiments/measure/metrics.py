@@ -1,9 +1,9 @@
 """Every metric's name, unit, definition and computation, side by side.
 
-Tables, figure axes and the README take names and definitions from here (`axis_label`, `definitions_markdown`).
-Percentiles interpolate linearly between order statistics (numpy's default). Latencies count from the
-*scheduled* time. "Requests" in a latency or throughput are those of status ok; failed ones count as misses in
-shares of all requests (SLO attainment, goodput, satisfaction).
+Tables, figure axes and the README take names and definitions from here (`axis_label`,
+`definitions_markdown`). Percentiles interpolate linearly between order statistics (numpy's default).
+Latencies count from the *scheduled* time. "Requests" in a latency or throughput are those of status ok;
+failed ones count as misses in shares of all requests (SLO attainment, goodput, satisfaction).
 """
 
 from __future__ import annotations
@@ -14,110 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from experiments.measure.types import OK, RequestRecord
+from experiments.measure.arrays import MetricOptions, RunArrays
+from experiments.measure.types import RequestRecord
 from tessa.errors import UserError
 
 STATS = ("mean", "p50", "p90", "p95", "p99")
 SLORA_TTFT_S = 6.0
-
-
-@dataclass(frozen=True)
-class MetricOptions:
-    """slo_*: limits in seconds, None for none. ramp and drain: shares of the output tokens that steady state leaves
-    out at the start and at the end. lag_tolerance_s: on the p99 of the schedule lag, open loop only.
-    rate_tolerance: on |sent rate / scheduled rate - 1|, open loop only. max_failed_fraction: share of requests that
-    may fail, time out or be aborted before the run counts as failed.
-    """
-
-    slo_ttft_s: float | None = None
-    slo_tpot_s: float | None = None
-    ramp: float = 0.1
-    drain: float = 0.1
-    lag_tolerance_s: float = 0.05
-    rate_tolerance: float = 0.05
-    max_failed_fraction: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("slo_ttft_s", "slo_tpot_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"{name} is {value}; give seconds above 0, or null for no limit")
-        if not (self.ramp >= 0 and self.drain >= 0 and self.ramp + self.drain < 1):
-            raise UserError(
-                f"ramp {self.ramp} and drain {self.drain} must be 0 or more and leave something between"
-            )
-        if not (self.lag_tolerance_s > 0 and self.rate_tolerance > 0):
-            raise UserError("lag_tolerance_s and rate_tolerance must be above 0")
-        if not 0 <= self.max_failed_fraction < 1:
-            raise UserError(
-                f"max_failed_fraction is {self.max_failed_fraction}; give a share from 0 to below 1"
-            )
-
-
-class RunArrays:
-    """The records of one run as arrays over its requests. `ok` selects those that count for speed.
-
-    scheduled, sent, first, end: float64 [n], NaN where it did not happen. prompt, output, adapter: int64 [n],
-    adapter -1 for none. duration_s: from the start of the load to the last end. steady: (start, end) seconds.
-    """
-
-    def __init__(self, records: Sequence[RequestRecord], options: MetricOptions) -> None:
-        self.options = options
-        self.n = len(records)
-        self.ok = np.array([r.status == OK for r in records], dtype=bool)
-        self.scheduled = _floats([r.scheduled_s for r in records])
-        self.sent = _floats([r.sent_s for r in records])
-        self.first = _floats([r.first_token_s for r in records])
-        self.end = _floats([r.end_s for r in records])
-        self.last_token = _floats([r.token_times_s[-1] if r.token_times_s else None for r in records])
-        self.prompt = np.array([r.prompt_tokens for r in records], dtype=np.int64)
-        self.output = np.array([r.output_tokens for r in records], dtype=np.int64)
-        self.adapter = np.array([-1 if r.adapter is None else r.adapter for r in records], dtype=np.int64)
-        done = [r for r in records if r.status == OK]
-        self.gaps = [np.diff(r.token_times_s) for r in done]
-        self.token_times = (
-            np.sort(np.concatenate([np.asarray(r.token_times_s) for r in done])) if done else np.empty(0)
-        )
-        self.duration_s = float(np.max(self.end[self.ok], initial=0.0))
-        self.steady = self._steady_window()
-
-    @property
-    def ttft(self) -> np.ndarray:
-        return self.first - self.scheduled
-
-    @property
-    def tpot(self) -> np.ndarray:
-        """NaN for requests of one token."""
-        steps = np.where(self.output > 1, self.output - 1, np.nan)
-        return (self.last_token - self.first) / steps
-
-    def meets_slo(self) -> np.ndarray:
-        """bool [n]; a failed request never does."""
-        o = self.options
-        good = self.ok.copy()
-        if o.slo_ttft_s is not None:
-            good &= self.ttft <= o.slo_ttft_s
-        if o.slo_tpot_s is not None:
-            good &= (self.output <= 1) | (self.tpot <= o.slo_tpot_s)
-        return good
-
-    def in_steady(self, times: np.ndarray) -> np.ndarray:
-        return (times > self.steady[0]) & (times <= self.steady[1])
-
-    def per_steady_second(self, amount: float) -> float:
-        seconds = self.steady[1] - self.steady[0]
-        return float(amount) / seconds if seconds > 0 else np.nan
-
-    def per_second(self, amount: float) -> float:
-        return float(amount) / self.duration_s if self.duration_s > 0 else np.nan
-
-    def _steady_window(self) -> tuple[float, float]:
-        total = len(self.token_times)
-        if total == 0:
-            return (np.nan, np.nan)
-        first = int(self.options.ramp * total)
-        last = max(first, int(np.ceil((1 - self.options.drain) * total)) - 1)
-        return (float(self.token_times[first]), float(self.token_times[last]))
 
 
 @dataclass(frozen=True)
@@ -186,7 +88,8 @@ def _total_tokens_per_s(r: RunArrays) -> float:
     "requests_per_s_steady",
     "Steady throughput",
     "requests/s",
-    "requests that ended in the steady window / its length; the window runs from the moment the share `ramp` of all output tokens has come to the moment all but the share `drain` have",
+    "requests that ended in the steady window / its length; the window runs from the moment the share `ramp` "
+    "of all output tokens has come to the moment all but the share `drain` have",
     "higher",
 )
 def _requests_per_s_steady(r: RunArrays) -> float:
@@ -208,7 +111,8 @@ def _output_tokens_per_s_steady(r: RunArrays) -> float:
     "total_tokens_per_s_steady",
     "Steady total throughput",
     "tokens/s",
-    "(tokens generated in the steady window + prompt tokens of requests whose first token came in it) / its length",
+    "(tokens generated in the steady window + prompt tokens of requests whose first token came in it) "
+    "/ its length",
     "higher",
 )
 def _total_tokens_per_s_steady(r: RunArrays) -> float:
@@ -227,7 +131,7 @@ def _ttft(r: RunArrays) -> np.ndarray:
     "tpot_s",
     "TPOT",
     "s",
-    "time per output token: (last token - first token) / (output tokens - 1), per request of two or more tokens",
+    "time per output token: (last token - first token) / (output tokens - 1), per request of two or more",
     "lower",
     True,
 )
@@ -240,7 +144,8 @@ def _tpot(r: RunArrays) -> np.ndarray:
     "itl_s",
     "ITL",
     "s",
-    "inter-token latency: time between successive tokens of a request, over all tokens of all requests; 0 between tokens that came together",
+    "inter-token latency: time between successive tokens of a request, over all tokens of all requests; "
+    "0 between tokens that came together",
     "lower",
     True,
 )
@@ -297,7 +202,8 @@ def _mean_in_flight(r: RunArrays) -> float:
     "slo_attainment",
     "SLO attainment",
     "share",
-    "requests that finished with TTFT <= slo_ttft_s and TPOT <= slo_tpot_s / all requests; a request of one token is judged by TTFT alone; NaN if no limit is set",
+    "requests that finished with TTFT <= slo_ttft_s and TPOT <= slo_tpot_s / all requests; a request of one "
+    "token is judged by TTFT alone; NaN if no limit is set",
     "higher",
 )
 def _slo_attainment(r: RunArrays) -> float:
@@ -342,7 +248,8 @@ def _slora_attainment(r: RunArrays) -> float:
     "fairness_jain",
     "Fairness (Jain)",
     "index",
-    "(sum x)^2 / (k sum x^2) over the k adapters with a finished request, x = their output tokens / their summed end-to-end seconds; 1 is equal speed, 1/k one adapter served alone",
+    "(sum x)^2 / (k sum x^2) over the k adapters with a finished request, x = their output tokens / their "
+    "summed end-to-end seconds; 1 is equal speed, 1/k one adapter served alone",
     "higher",
 )
 def _fairness(r: RunArrays) -> float:
@@ -355,18 +262,35 @@ def _fairness(r: RunArrays) -> float:
     return jain_index(speeds)
 
 
-for _name, _label, _unit, _definition, _better in (
-    ("adapter_cost", "Adapter cost", "share", "1 - output throughput / output throughput of `base` in the same round", "lower"),
-    ("collectives_per_step", "Collectives", "per step", "collective operations that the adapters add per engine step, counted", "lower"),
-    ("collective_bytes_per_step", "Collective bytes", "bytes/step", "bytes that those collectives carry per rank and step, counted", "lower"),
-    ("adapter_kernels_per_step", "Adapter kernels", "per step", "adapter kernels or products launched per engine step and rank, counted", "lower"),
-    ("adapter_bytes_per_rank", "Adapter memory", "bytes", "bytes of adapter weights held by one rank", "lower"),
-):  # fmt: skip
-    _metric(_name, _label, _unit, _definition, _better)(None)
+# Filled by the engine's counters and by `stats`; defined here so that tables and axes find them.
+_ELSEWHERE = (
+    ("adapter_cost", "Adapter cost", "share", "1 - output throughput / that of `base` in the same round"),
+    (
+        "collectives_per_step",
+        "Collectives",
+        "per step",
+        "collectives that adapters add per engine step, counted",
+    ),
+    (
+        "collective_bytes_per_step",
+        "Collective bytes",
+        "bytes/step",
+        "bytes they carry per rank and step, counted",
+    ),
+    (
+        "adapter_kernels_per_step",
+        "Adapter kernels",
+        "per step",
+        "adapter products per step and rank, counted",
+    ),
+    ("adapter_bytes_per_rank", "Adapter memory", "bytes", "bytes of adapter weights held by one rank"),
+)
+for _fields in _ELSEWHERE:
+    _metric(*_fields, better="lower")(None)
 
 
 def compute(arrays: RunArrays) -> dict[str, float]:
-    """Column -> value for every metric that is computed here; a distribution gives one column per statistic."""
+    """Column -> value of every metric computed here; a distribution gives a column per statistic."""
     out: dict[str, float] = {}
     for metric in METRICS.values():
         if metric.compute is None:
@@ -403,7 +327,7 @@ def jain_index(values: Sequence[float] | np.ndarray) -> float:
 
 
 def lookup(column: str) -> tuple[Metric, str | None]:
-    """The metric of a column and its statistic ("p99"), None where it has none. UserError for unknown ones."""
+    """The metric of a column and its statistic ("p99"), None where it has none; UserError if unknown."""
     if column in METRICS and not METRICS[column].distribution:
         return METRICS[column], None
     name, _, stat = column.rpartition("_")
@@ -429,7 +353,7 @@ def definitions_markdown(names: Sequence[str] | None = None) -> str:
 
 
 def per_adapter(records: Sequence[RequestRecord], options: MetricOptions | None = None) -> pd.DataFrame:
-    """One row per adapter (-1: base model): counts, shares, mean/p50/p99 of TTFT, TPOT, ITL and end to end.
+    """One row per adapter (-1: base model): counts, shares, mean/p50/p99 of the latencies.
 
     Throughputs are the adapter's tokens over the duration of the whole run, so they add up to the run's.
     """
@@ -453,10 +377,6 @@ def per_adapter(records: Sequence[RequestRecord], options: MetricOptions | None 
         row.update({name: values[name] for name in [*keep, "slo_attainment", "slora_satisfaction"]})
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-def _floats(values: Sequence[float | None]) -> np.ndarray:
-    return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
 
 
 def _rate(times: np.ndarray) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,7 +25,7 @@ class Interval:
 
 
 def t_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
-    """Mean and Student's t interval; no interval from a single value. NaN values make it NaN, they are not dropped."""
+    """Mean and Student's t interval; no interval from a single value. A NaN among the values makes it NaN."""
     x = _values(values, level)
     if x.size == 0 or np.isnan(x).any():
         return Interval(np.nan, np.nan, np.nan, x.size, "t")
@@ -45,7 +46,7 @@ def bootstrap_interval(
 
     With fewer than 3 values there is no interval: resampling two points says nothing about their spread.
     """
-    functions = {"mean": np.mean, "median": np.median}
+    functions: dict[str, Callable[..., Any]] = {"mean": np.mean, "median": np.median}
     if statistic not in functions:
         raise UserError(f"statistic is {statistic!r}; choose one of {', '.join(functions)}")
     x = _values(values, level)
@@ -73,7 +74,8 @@ def ratio_interval(
     if (a <= 0).any() or (b <= 0).any():
         raise UserError("ratios need values above 0")
     log = t_interval(np.log(a / b), level)
-    return Interval(*(float(np.exp(v)) for v in (log.centre, log.low, log.high)), log.n, "t of log ratio")
+    centre, low, high = np.exp([log.centre, log.low, log.high]).tolist()
+    return Interval(centre, low, high, log.n, "t of log ratio")
 
 
 def adapter_cost(values: Sequence[float], base: Sequence[float], level: float = 0.95) -> Interval:
@@ -83,8 +85,10 @@ def adapter_cost(values: Sequence[float], base: Sequence[float], level: float = 
 
 
 def rotated_orders(names: Sequence[str], rounds: int) -> list[list[str]]:
-    """Order of the backends in each round: round k starts with the k-th, so over len(names) rounds each backend
-    runs once in every place and a drift of the machine hits them alike."""
+    """Order of the backends in each round: round k starts with the k-th.
+
+    Over len(names) rounds each backend runs once in every place, so a drift of the machine hits them alike.
+    """
     if not names or len(set(names)) != len(names):
         raise UserError(f"backends are {list(names)}; give at least one, each once")
     if rounds < 1:
@@ -111,11 +115,12 @@ def ratios_within_rounds(
 ) -> pd.DataFrame:
     """`metric` of each backend over that of backend `reference` in the same group and repeat.
 
-    Columns: by..., backend, centre, low, high, n. Only repeats in which both rows are complete are paired; n says
-    how many. The reference itself comes out as 1.
+    Columns: by..., backend, centre, low, high, n. Only repeats in which both rows are complete are paired; n
+    says how many. The reference itself comes out as 1.
     """
+    group_keys, keys = [*by, "backend"], [*by, "repeat"]
+    frame = frame.assign(_group=frame.groupby(group_keys, dropna=False, sort=False).ngroup())
     good = frame[frame["status"] == "complete"] if "status" in frame else frame
-    keys = [*by, "repeat"]
     if good.duplicated([*keys, "backend"]).any():
         raise UserError(
             f"several rows share {', '.join(keys)} and backend; add the column that tells them apart to by"
@@ -123,13 +128,11 @@ def ratios_within_rounds(
     base = good[good["backend"] == reference][[*keys, metric]].rename(columns={metric: "_reference"})
     paired = good.merge(base, on=keys)
     rows = []
-    for key, _ in frame.groupby([*by, "backend"], dropna=False, sort=False):
-        chosen = np.ones(len(paired), dtype=bool)
-        for name, value in zip([*by, "backend"], key, strict=True):
-            chosen &= (paired[name].isna() if pd.isna(value) else paired[name] == value).to_numpy()
-        i = ratio_interval(paired.loc[chosen, metric], paired.loc[chosen, "_reference"], level)
-        rows.append([*key, i.centre, i.low, i.high, i.n])
-    return pd.DataFrame(rows, columns=[*by, "backend", "centre", "low", "high", "n"])
+    for _, first in frame.drop_duplicates("_group").iterrows():
+        mine = paired[paired["_group"] == first["_group"]]
+        i = ratio_interval(mine[metric].to_numpy(), mine["_reference"].to_numpy(), level)
+        rows.append([*first[group_keys], i.centre, i.low, i.high, i.n])
+    return pd.DataFrame(rows, columns=[*group_keys, "centre", "low", "high", "n"])
 
 
 def _values(values: Sequence[float] | np.ndarray, level: float) -> np.ndarray:

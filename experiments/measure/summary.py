@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.measure import metrics
-from experiments.measure.metrics import MetricOptions, RunArrays
+from experiments.measure.arrays import MetricOptions, RunArrays
 from experiments.measure.types import (
     ABORTED,
     ERROR,
@@ -34,10 +35,10 @@ def summarise(
     load_reason: str | None = None,
     options: MetricOptions | None = None,
 ) -> dict[str, Any]:
-    """All columns of one run: `status`, `status_reason`, request counts, `duration_s`, the steady window, metrics.
+    """All columns of one run: status and reason, request counts, duration, steady window, metrics.
 
-    status: "complete", or "failed", "timeout" or "invalid"; then every metric is NaN except DIAGNOSTICS, so a run
-    that did not go as it should cannot pass for a number.
+    `status`: "complete", or "failed", "timeout" or "invalid"; then every metric but DIAGNOSTICS is NaN, so a
+    run that did not go as it should cannot pass for a number.
     """
     options = options or MetricOptions()
     counts = Counter(r.status for r in records)
@@ -80,7 +81,7 @@ def judge(
 ) -> tuple[str, str | None]:
     """The first gate that does not hold decides: (status, reason); ("complete", None) if all do.
 
-    Order: the load gave up; requests failed; wrong output lengths; records that contradict themselves; the load
+    Order: the load gave up; requests failed; wrong output lengths; records that contradict themselves; the
     generator was late (open loop: lag, then rate); a throughput or latency that is not a finite number.
     """
     if load_status != "ok":
@@ -97,7 +98,7 @@ def judge(
     if wrong:
         return (
             "invalid",
-            f"{len(wrong)} of {n} outputs have the wrong length; request {wrong[0].request_id}: {wrong[0].error}",
+            f"{len(wrong)} of {n} outputs have the wrong length; first: {wrong[0].error}",
         )
     for r in records:
         problem = contradiction(r) if r.status == OK else None
@@ -113,7 +114,7 @@ def judge(
         ratio = values["sent_rate"] / values["scheduled_rate"]
         if n >= _MIN_REQUESTS_FOR_RATE and abs(ratio - 1) > options.rate_tolerance:
             return "invalid", (
-                f"sent {values['sent_rate']:.4g} requests/s where {values['scheduled_rate']:.4g} were scheduled "
+                f"sent {values['sent_rate']:.4g} requests/s, scheduled were {values['scheduled_rate']:.4g} "
                 f"(tolerance {options.rate_tolerance:.0%})"
             )
     for name in ("requests_per_s", "output_tokens_per_s", "ttft_s_mean", "e2e_s_mean"):
@@ -129,7 +130,7 @@ def contradiction(r: RequestRecord) -> str | None:
         return "finished without having been sent, without a first token or without an end"
     if len(times) != r.output_tokens or r.output_tokens != r.requested_output_tokens:
         return f"{len(times)} token times, {r.output_tokens} tokens, {r.requested_output_tokens} requested"
-    if times[0] != r.first_token_s or any(b < a for a, b in zip(times, times[1:], strict=False)):
+    if times[0] != r.first_token_s or any(b < a for a, b in itertools.pairwise(times)):
         return "token times are not in order"
     if not r.scheduled_s <= r.sent_s + 1e-9 or not r.sent_s <= times[0] or not times[-1] <= r.end_s:
         return "scheduled, sent, first token and end are not in order"

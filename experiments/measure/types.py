@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -28,9 +28,9 @@ class TokenEvent:
 class Client(Protocol):
     """An engine in this process, an HTTP server, or a scripted engine.
 
-    `generate` streams the request's tokens, each once, and ends after an event with `finished`; it raises when
-    the request fails. `adapter_name` None means the base model. `abort` makes the engine drop a request; it
-    must accept ids that have ended already.
+    `generate` streams the request's tokens, each once, and ends after an event with `finished`; it raises
+    when the request fails. `adapter_name` None means the base model. `abort` makes the engine drop a request;
+    it must accept ids that have ended already.
     """
 
     def generate(self, request: Request, adapter_name: str | None) -> AsyncIterator[TokenEvent]: ...
@@ -95,7 +95,7 @@ def records_from_frame(frame: pd.DataFrame) -> list[RequestRecord]:
     rows = []
     for values in frame[list(_FIELDS)].to_dict("records"):
         times = [float(t) for t in values.pop("token_times_s")]
-        clean = {k: None if pd.isna(v) else v for k, v in values.items()}
+        clean: dict[str, Any] = {str(k): None if pd.isna(v) else v for k, v in values.items()}
         for name in ("request_id", "prompt_tokens", "requested_output_tokens", "output_tokens"):
             clean[name] = int(clean[name])
         if clean["adapter"] is not None:

@@ -6,14 +6,14 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
-    "ArrivalSpec": "spec",
-    "LengthSpec": "spec",
-    "PopularitySpec": "spec",
+    "ArrivalSpec": "schema",
+    "LengthSpec": "schema",
+    "PopularitySpec": "schema",
     "Request": "types",
     "SLoraSpec": "slora_compat",
     "TraceSpec": "traces",
     "Workload": "types",
-    "WorkloadSpec": "spec",
+    "WorkloadSpec": "schema",
     "build": "spec",
 }
 

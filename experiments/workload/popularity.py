@@ -40,8 +40,8 @@ def zipf(n: int, num_adapters: int, s: float, rng: np.random.Generator) -> np.nd
 def punica_geometric_counts(n: int, ratio: float) -> list[int]:
     """Requests per adapter when the i-th adapter gets `ratio` times the next, largest first.
 
-    Punica's "Zipf-1.5". As in Punica's benchmarks: sizes floor(ratio^0), floor(ratio^1), ... are taken while they fit below n, and
-    one more adapter gets what is left. The number of adapters follows from n.
+    Punica's "Zipf-1.5". As in Punica's benchmarks: sizes floor(ratio^0), floor(ratio^1), ... are taken while
+    they fit below n, and one more adapter gets what is left. The number of adapters follows from n.
     """
     counts: list[int] = []
     left, size = n, 1.0
@@ -75,8 +75,9 @@ def punica_geometric(
     (further adapters get no request). With fewer, they are `truncated_geometric_counts`.
     """
     counts = punica_geometric_counts(n, ratio)
-    as_published = num_adapters is None or num_adapters >= len(counts)
-    if not as_published:
+    as_published = True
+    if num_adapters is not None and num_adapters < len(counts):
+        as_published = False
         counts = truncated_geometric_counts(n, num_adapters, ratio)
     ids = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     rng.shuffle(ids)

@@ -67,7 +67,8 @@ def draw(
 
 
 # Base model and the adapter ranks its adapters cycle through. S1-S4 are in exp_suite.py, S5 and S6 (the
-# tensor-parallel ones) in the README; their load is not published, so rate and duration have to be given for them.
+# tensor-parallel ones) in the README; their load is not published, so rate and duration have to be given for
+# them.
 MODEL_SETTINGS: dict[str, tuple[str, tuple[int, ...]]] = {
     "S1": ("Llama-7B", (8,)),
     "S2": ("Llama-7B", (64, 32, 16, 8)),

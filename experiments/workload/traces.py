@@ -287,7 +287,7 @@ def _nonzero(
             role = "prompt_tokens" if lengths["prompt_tokens"][row] == 0 else "output_tokens"
             raise rows.fail(
                 row,
-                f"{columns[role]} is 0, a request has at least one token; trace.zero_length=skip leaves it out",
+                f"{columns[role]} is 0 but a request needs a token; trace.zero_length=skip leaves it out",
             )
     meta["skipped_zero_length"] = int((zero & inside).sum())
     return ~zero
