@@ -131,10 +131,13 @@ def _wide_case(part: str, dtype: torch.dtype) -> Case:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", [False, True])
 @pytest.mark.parametrize("outside", [-1, 4, 77])
-def test_prologue_writes_everything_exactly(dtype: torch.dtype, outside: int) -> None:
+def test_prologue_writes_everything_exactly(dtype: torch.dtype, outside: int, widths: bool) -> None:
     """Also the alignment columns, and for tokens whose slot does not exist."""
     case = _wide_case("in", dtype)
+    if not widths:
+        case.widths = None
     case.meta.token_slot[case.meta.token_slot < 0] = outside
     columns = case.x.shape[1] + case.index.numel() + 11
     out = torch.full((13, columns + 2), NAN, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The Triton kernels: interpreted on the CPU, compiled for GPUs without one, run on a GPU where there is one."""
+"""The Triton kernels: interpreted on the CPU, compiled for GPUs without one, run where there is one."""
 
 from __future__ import annotations
 
