@@ -6,6 +6,7 @@ Runs in the child process of experiments.models; the parent of a run never impor
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -56,16 +57,14 @@ def build(spec: ModelSpec, folder: Path) -> Path:
 
 
 def write_config(spec: ModelSpec, folder: Path) -> None:
-    """Write config.json through transformers, which rejects values that do not fit the architecture."""
-    from transformers import AutoConfig
-
-    values = {k: v for k, v in spec.architecture.items() if k != "model_type"}
+    """Write config.json. Plain JSON, as importing transformers for it takes longer than everything else here."""
+    values = {"vocab_size": spec.vocab_size, "use_cache": True, **spec.architecture}
     values.setdefault("dtype", "float32" if spec.source == "generated" else "bfloat16")
-    try:
-        config = AutoConfig.for_model(spec.architecture["model_type"], vocab_size=spec.vocab_size, **values)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"model {spec.name!r}: the architecture values do not fit: {error}") from error
-    config.save_pretrained(folder)
+    write_json(folder / "config.json", values)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def write_tokenizer(spec: ModelSpec, folder: Path) -> None:
@@ -74,8 +73,7 @@ def write_tokenizer(spec: ModelSpec, folder: Path) -> None:
     Text becomes its bytes, so any text survives a round trip. The ids that are neither bytes nor special
     tokens decode to made-up words: an engine can turn every id that a model produces into text.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     special: dict[str, int] = {}
     for token in ("pad", "bos", "eos"):
@@ -92,15 +90,17 @@ def write_tokenizer(spec: ModelSpec, folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    eos = "<eos>" if "<eos>" in special else None
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<bos>" if "<bos>" in special else None,
-        eos_token=eos,
-        pad_token="<pad>" if "<pad>" in special else eos,
-        model_max_length=spec.architecture["max_position_embeddings"],
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {f"{token}_token": f"<{token}>" for token in ("pad", "bos", "eos") if f"<{token}>" in special}
+    if "eos_token" in names:
+        names.setdefault("pad_token", names["eos_token"])
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": spec.architecture["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder / "tokenizer_config.json", {**settings, **names})
 
 
 def random_weights(spec: ModelSpec) -> dict[str, np.ndarray]:
