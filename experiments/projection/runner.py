@@ -1,0 +1,190 @@
+"""Computes the projection's grids and writes them as files that the analysis reads.
+
+Output folder: `projection.parquet` (one row per backend and point, with bands), `crossovers.parquet` (where
+TESSA stops being the fastest), `validation.json`, `assumptions.json`. Every row has `provenance` =
+`modelled`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.projection.bands import COLLECTIVE_RATIO, LAYER_RATIO, cost_estimate, speedup_estimate
+from experiments.projection.bands import step_estimate as estimate
+from experiments.projection.hardware import ADAPTER_KERNELS, ADAPTER_KERNELS_FAST, ADAPTER_KERNELS_SLOW, HOST
+from experiments.projection.shapes import fused_linears, model_shape
+from experiments.projection.step import Setting, step_time, with_prefill_share
+from experiments.projection.validate import validation
+from tessa.errors import UserError
+
+SCHEMA_VERSION = 1
+DEFAULT_BACKENDS = (
+    "base", "base_enabled", "merged", "plain_lora", "punica", "slora", "bd_lora", "tessa",
+)  # fmt: skip
+RIVALS = ("punica", "slora", "bd_lora")
+MODES = ("tessa_wide", "tessa_segmented")
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionSpec:
+    """What to project. Sweeps start from `batch`, `rank`, ... and vary one axis at a time."""
+
+    models: Sequence[str] = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-32b")
+    gpus: Sequence[str] = ("a100-80", "h100", "h200")
+    tps: Sequence[int] = (1, 2, 4, 8, 16)
+    backends: Sequence[str] = DEFAULT_BACKENDS
+    batch: int = 32
+    context: int = 512
+    rank: int = 16
+    distinct: int = 8
+    custom_all_reduce: Sequence[bool] = (True, False)
+    sweep_tp: int = 8
+    batches: Sequence[int] = (1, 4, 8, 16, 32, 64, 128, 256)
+    ranks: Sequence[int] = (4, 8, 16, 32, 64, 128, 256)
+    distincts: Sequence[int] = (1, 2, 4, 8, 16, 32)
+    residents: Sequence[int] = (8, 16, 32, 64, 128, 256)
+    prefill_shares: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98)
+
+
+def _splits(model: str, tp: int) -> bool:
+    try:
+        fused_linears(model_shape(model), tp)
+    except UserError:
+        return False
+    return True
+
+
+def _sweeps(spec: ProjectionSpec) -> Iterator[tuple[str, float, Setting]]:
+    """(sweep, x, setting): throughput over tp with and without custom all-reduce, then one axis at a time at sweep_tp."""
+    for model in spec.models:
+        for gpu in spec.gpus:
+            start = Setting(model, gpu, spec.sweep_tp, spec.batch, spec.context, 0, rank=spec.rank)
+            start = replace(start, distinct=spec.distinct)
+            for custom in spec.custom_all_reduce:
+                for tp in (t for t in spec.tps if _splits(model, t)):
+                    yield "tp", tp, replace(start, tp=tp, custom_all_reduce=custom)
+            if not _splits(model, spec.sweep_tp):
+                continue
+            for batch in spec.batches:
+                yield "batch", batch, replace(start, batch=batch)
+            for rank in spec.ranks:
+                yield "rank", rank, replace(start, rank=rank)
+            for distinct in (d for d in spec.distincts if d <= spec.batch):
+                yield "distinct", distinct, replace(start, distinct=distinct)
+            for resident in (r for r in spec.residents if r >= spec.distinct):
+                yield "resident", resident, replace(start, resident=resident)
+            for share in spec.prefill_shares:
+                yield "prefill_share", share, with_prefill_share(start, share)
+
+
+def row(backend: str, setting: Setting) -> dict[str, object]:
+    """One modelled row: throughput, adapter cost and speed-up over `slora`, each with its band, and all parts."""
+    time, seconds = step_time(backend, setting), estimate(backend, setting)
+    cost = cost_estimate(backend, setting)
+    speedup = speedup_estimate(backend, "slora", setting)
+    load = setting.load()
+    return {
+        "experiment": "projection",
+        "provenance": "modelled",
+        "status": "complete",
+        "schema_version": SCHEMA_VERSION,
+        "backend": backend,
+        "model": setting.model,
+        "gpu": setting.gpu,
+        "tp": setting.tp,
+        "dtype": "bfloat16",
+        "batch": setting.batch,
+        "context": setting.context,
+        "prefill_tokens": setting.prefill_tokens,
+        "rank": setting.rank,
+        "distinct": load.used,
+        "resident": load.slots,
+        "custom_all_reduce": setting.custom_all_reduce,
+        "step_s": seconds.value,
+        "step_s_low": seconds.low,
+        "step_s_high": seconds.high,
+        "output_tokens_per_s": setting.batch / seconds.value,
+        "output_tokens_per_s_low": setting.batch / seconds.high,
+        "output_tokens_per_s_high": setting.batch / seconds.low,
+        "adapter_cost": cost.value,
+        "adapter_cost_low": cost.low,
+        "adapter_cost_high": cost.high,
+        "speedup_over_slora": speedup.value,
+        "speedup_over_slora_low": speedup.low,
+        "speedup_over_slora_high": speedup.high,
+        "base_s": time.base_s,
+        "base_comm_s": time.base_comm_s,
+        "adapter_s": time.adapter_s,
+        "adapter_comm_s": time.adapter_comm_s,
+        "gap_s": time.gap_s,
+        "bound_s": time.bound_s,
+        "bound_cost": 1 - 1 / (1 + time.bound_s / step_time("base", setting).total_s),
+        "adapter_kernels_per_step": time.adapter_kernels,
+        "collectives_per_step": time.adapter_collectives,
+        "collective_bytes_per_step": time.adapter_collective_bytes,
+        "adapter_bytes_per_rank": time.adapter_bytes,
+        "mode": time.mode,
+    }
+
+
+def project(spec: ProjectionSpec) -> pd.DataFrame:
+    """All rows of the projection, one per backend and point, with `sweep` and `x`."""
+    rows = []
+    for sweep, x, setting in _sweeps(spec):
+        backends = [*spec.backends, *(MODES if sweep != "tp" else ())]
+        rows += [{"sweep": sweep, "x": x, **row(backend, setting)} for backend in backends]
+    return pd.DataFrame(rows)
+
+
+def crossovers(frame: pd.DataFrame) -> pd.DataFrame:
+    """Per sweep and rival: the least x from which `tessa` is slower than the rival, or NaN where it never is."""
+    rows = []
+    keys = ["sweep", "model", "gpu"]
+    for key, group in frame[frame.sweep != "tp"].groupby(keys):
+        table = group.pivot_table(index="x", columns="backend", values="step_s")
+        for rival in (r for r in RIVALS if r in table):
+            for mode in (m for m in ("tessa", *MODES) if m in table):
+                behind = table.index[table[mode] > table[rival]]
+                crossing = float(behind.min()) if len(behind) else float("nan")
+                rows.append(
+                    {**dict(zip(keys, key, strict=True)), "backend": mode, "rival": rival, "x": crossing}
+                )
+    return pd.DataFrame(rows).assign(provenance="modelled")
+
+
+def run(
+    spec: ProjectionSpec,
+    out_dir: str | Path,
+    cells: pd.DataFrame | None = None,
+    reference_dir: str | Path | None = None,
+) -> Path:
+    """Writes the projection's files under `out_dir` and returns it. `cells`: measured cells for the fourth check."""
+    out = Path(out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    frame = project(spec)
+    assumptions = {
+        "schema_version": SCHEMA_VERSION,
+        "spec": asdict(spec),
+        "adapter_kernels": asdict(ADAPTER_KERNELS),
+        "adapter_kernels_fast": asdict(ADAPTER_KERNELS_FAST),
+        "adapter_kernels_slow": asdict(ADAPTER_KERNELS_SLOW),
+        "host": asdict(HOST),
+        "layer_ratio_p10_p90": LAYER_RATIO,
+        "collective_ratio_p10_p90": COLLECTIVE_RATIO,
+    }
+    tables = {"projection.parquet": frame, "crossovers.parquet": crossovers(frame)}
+    for name, table in tables.items():
+        part = out / f"{name}.part"
+        table.to_parquet(part, index=False)
+        part.replace(out / name)
+    texts = {"assumptions.json": assumptions, "validation.json": validation(cells, reference_dir)}
+    for name, data in texts.items():
+        part = out / f"{name}.part"
+        part.write_text(json.dumps(data, indent=2) + "\n")
+        part.replace(out / name)
+    return out

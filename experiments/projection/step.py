@@ -1,0 +1,158 @@
+"""Time of one engine step (decode, prefill, or both) for one backend on one tensor-parallel group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from experiments.projection.backends import AdapterLoad, AdapterWork, bound_s, layer_work
+from experiments.projection.collectives import all_gather_s, collective_s
+from experiments.projection.hardware import ADAPTER_KERNELS, HOST, AdapterKernelConstants, gpu_named
+from experiments.projection.ops import BYTES, attention_s, elementwise_s, matmul_s
+from experiments.projection.shapes import ALL_MODULES, fused_linears, model_shape, vocab_on_rank
+from tessa.errors import UserError
+
+# norm, qkv, rope, cache write, attention, o; norm, gate+up, activation, down; two residual adds.
+BASE_KERNELS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One point of the projection.
+
+    batch: sequences that decode one token each; context: their mean length; prefill_tokens: tokens of prompts
+    in the same step, of prompts of `prefill_length`; distinct, resident, rank, modules: see `AdapterLoad`;
+    graph: the step replays a CUDA graph (backends that cannot be captured run eagerly all the same); host_s:
+    host time per step that is not hidden.
+    """
+
+    model: str
+    gpu: str
+    tp: int
+    batch: int = 32
+    context: int = 512
+    prefill_tokens: int = 0
+    prefill_length: int = 512
+    rank: int = 16
+    distinct: int = 8
+    resident: int | None = None
+    modules: tuple[str, ...] = ALL_MODULES
+    custom_all_reduce: bool = True
+    graph: bool = True
+    host_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return self.batch + self.prefill_tokens
+
+    def load(self) -> AdapterLoad:
+        return AdapterLoad(self.tokens, self.distinct, self.rank, self.resident, tuple(self.modules))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one step, by part, and the counts behind them (all per rank and step)."""
+
+    base_s: float
+    base_comm_s: float
+    adapter_s: float
+    adapter_comm_s: float
+    gap_s: float
+    host_s: float
+    adapter_kernels: int
+    adapter_collectives: int
+    adapter_collective_bytes: float
+    adapter_bytes: float
+    bound_s: float
+    mode: str
+
+    @property
+    def total_s(self) -> float:
+        return (
+            self.base_s + self.base_comm_s + self.adapter_s + self.adapter_comm_s + self.gap_s + self.host_s
+        )
+
+
+def base_times(setting: Setting) -> tuple[float, float]:
+    """Seconds of the base model's own (kernels, collectives) in one step on one rank."""
+    shape, gpu = model_shape(setting.model), gpu_named(setting.gpu)
+    tokens, tp = setting.tokens, setting.tp
+    heads, kv_heads = shape.heads // tp, shape.kv_heads_on_rank(tp)
+    layer = sum(float(matmul_s(gpu, tokens, f.rank_out, f.rank_in)) for f in fused_linears(shape, tp))
+    layer += 2 * float(elementwise_s(gpu, "norm", tokens, shape.hidden))
+    layer += 2 * float(elementwise_s(gpu, "add", tokens, shape.hidden))
+    layer += float(elementwise_s(gpu, "rope", tokens, (heads + kv_heads) * shape.head_dim))
+    layer += float(elementwise_s(gpu, "act", tokens, shape.ffn // tp))
+    layer += attention_s(
+        gpu,
+        setting.batch,
+        setting.context,
+        setting.prefill_tokens,
+        setting.prefill_length,
+        heads,
+        kv_heads,
+        shape.head_dim,
+    )
+    reduce = collective_s(gpu, tp, "all_reduce", BYTES * tokens * shape.hidden, setting.custom_all_reduce)
+    rows = max(1, setting.batch + setting.prefill_tokens // setting.prefill_length)
+    head = float(matmul_s(gpu, rows, vocab_on_rank(shape, tp), shape.hidden))
+    gather = all_gather_s(gpu, tp, BYTES * rows * shape.vocab)
+    return shape.layers * layer + head, shape.layers * 2 * reduce + gather
+
+
+def step_time(
+    backend: str, setting: Setting, constants: AdapterKernelConstants = ADAPTER_KERNELS
+) -> StepTime:
+    """Seconds of one step of `backend`. UserError for unknown names or sizes that do not split over tp."""
+    if setting.tokens < 1:
+        raise UserError("a step needs tokens: give batch or prefill_tokens")
+    shape, gpu = model_shape(setting.model), gpu_named(setting.gpu)
+    base, base_comm = base_times(setting)
+    load = setting.load()
+    work: AdapterWork = layer_work(backend, gpu, shape, setting.tp, load, constants)
+    comm = sum(
+        collective_s(gpu, setting.tp, kind, size, setting.custom_all_reduce)
+        for kind, size in work.collectives
+    )
+    launches = shape.layers * (
+        BASE_KERNELS + work.kernels + len(work.collectives) + (2 if setting.tp > 1 else 0)
+    )
+    device = base + base_comm + shape.layers * (work.seconds + comm)
+    if setting.graph and not work.eager:
+        gap = shape.layers * HOST.graph_kernel_s * (work.kernels + BASE_KERNELS)
+    else:
+        gap = max(0.0, launches * HOST.launch_s - device)
+    return StepTime(
+        base,
+        base_comm,
+        shape.layers * work.seconds,
+        shape.layers * comm,
+        gap,
+        setting.host_s,
+        shape.layers * work.kernels,
+        shape.layers * len(work.collectives),
+        shape.layers * sum(size for _, size in work.collectives),
+        shape.layers * work.weight_bytes,
+        shape.layers * bound_s(gpu, shape, setting.tp, load),
+        work.mode,
+    )
+
+
+def throughput(backend: str, setting: Setting, constants: AdapterKernelConstants = ADAPTER_KERNELS) -> float:
+    """Output tokens per second of steady decoding (prefill tokens count as time, not as output)."""
+    if setting.batch < 1:
+        raise UserError("throughput counts decoded tokens: batch must be at least 1")
+    return setting.batch / step_time(backend, setting, constants).total_s
+
+
+def adapter_cost(
+    backend: str, setting: Setting, constants: AdapterKernelConstants = ADAPTER_KERNELS
+) -> float:
+    """1 - throughput / throughput(base), as in the project's other tables."""
+    return 1 - step_time("base", setting).total_s / step_time(backend, setting, constants).total_s
+
+
+def with_prefill_share(setting: Setting, share: float) -> Setting:
+    """The setting whose step has `share` of its tokens from prompts (0 <= share < 1), batch unchanged."""
+    if not 0 <= share < 1:
+        raise UserError(f"prefill share must lie in [0, 1), got {share}")
+    return replace(setting, prefill_tokens=round(setting.batch * share / (1 - share)))

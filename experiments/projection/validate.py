@@ -1,0 +1,213 @@
+"""Errors of the model on data that took no part in its calibration."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import nnls
+
+from experiments.projection.backends import ALL_MODULES
+from experiments.projection.calibrate import (
+    CALIBRATION_MODEL,
+    LARGE_BYTES,
+    SMALL_BYTES,
+    VIDUR_GPUS,
+    envelope,
+)
+from experiments.projection.collectives import all_reduce_s
+from experiments.projection.hardware import gpu_named
+from experiments.projection.ops import elementwise_s, matmul_s
+from experiments.projection.reference import all_reduce, find_reference, layer_ops, slora_figure
+from experiments.projection.slora_paper import GPU_NAMES, MODELS, predict
+from experiments.projection.step import Setting, step_time
+
+# arXiv 2510.23346, abstract: BD-LoRA over S-LoRA on eight A100, the most over its batches and ranks.
+BD_LORA_SPEEDUP = {"llama-3.1-8b": 1.63, "llama-3.1-70b": 1.79}
+MIN_CELLS = 8
+
+
+def layer_op_errors(reference: Path) -> pd.DataFrame:
+    """Rows of the per-op profile with `predicted_s`, `ratio` (predicted over measured) and `held_out`."""
+    frame = layer_ops(reference)
+    frame["predicted_s"] = np.nan
+    for (short, kind), rows in frame.groupby(["gpu", "kind"]):
+        gpu = gpu_named(VIDUR_GPUS[short])
+        if kind == "matmul":
+            seconds = matmul_s(gpu, rows.num_tokens, rows.d_out, rows.d_in)
+        else:
+            seconds = elementwise_s(gpu, kind, rows.num_tokens, rows.d_out)
+        frame.loc[rows.index, "predicted_s"] = seconds
+    frame["ratio"] = frame.predicted_s / frame.seconds
+    return frame.assign(held_out=frame.model != CALIBRATION_MODEL)
+
+
+def layer_sum_ratios(errors: pd.DataFrame) -> pd.Series:
+    """Predicted over measured time of the whole layer (all ops but attention), held-out models."""
+    held = errors[errors.held_out]
+    keys = ["gpu", "model", "tp", "num_tokens"]
+    sums = held.groupby([*keys, "op"])[["predicted_s", "seconds"]].mean().groupby(keys).sum()
+    return sums.predicted_s / sums.seconds
+
+
+def all_reduce_errors(reference: Path) -> pd.DataFrame:
+    """Least time of each octave between the calibrated ends (one node), with the prediction."""
+    frames = []
+    for short, name in VIDUR_GPUS.items():
+        table = all_reduce(reference, short)
+        table = table[(table.ranks == table.ranks_per_node) & (table.bytes > SMALL_BYTES)]
+        for ranks, rows in table[table.bytes < LARGE_BYTES].groupby("ranks"):
+            least = envelope(rows)
+            predicted = [all_reduce_s(gpu_named(name), int(ranks), b, custom=False) for b in least.bytes]
+            frames.append(least.assign(gpu=name, predicted_s=predicted))
+    frame = pd.concat(frames, ignore_index=True)
+    return frame.assign(ratio=frame.predicted_s / frame.seconds)
+
+
+def slora_errors(reference: Path) -> pd.DataFrame:
+    """Measured and predicted losses of S-LoRA's figure, in share of base throughput."""
+    figure, rows = slora_figure(reference), []
+    for row in figure.itertuples():
+        p = predict(MODELS[row.model], GPU_NAMES[row.gpu], row.gpus, row.adapters, row.base_only)
+        rows.append(
+            {
+                "model": row.model,
+                "gpus": row.gpus,
+                "adapters": row.adapters,
+                "loss": 1 - row.slora / row.base_only,
+                "predicted_loss": p.loss,
+                "loss_without_communication": 1 - row.slora_no_lora_communication / row.base_only,
+                "predicted_loss_without_communication": p.loss_without_communication,
+                "base_batch": p.base_batch,
+                "batch": p.batch,
+            }
+        )
+    frame = pd.DataFrame(rows)
+    frame["error_points"] = 100 * (frame.predicted_loss - frame.loss)
+    without = frame.predicted_loss_without_communication - frame.loss_without_communication
+    return frame.assign(error_points_without_communication=100 * without)
+
+
+def bd_lora_speedup(model: str, modules: tuple[str, ...] = ALL_MODULES) -> float:
+    """The most that BD-LoRA gains over S-LoRA on eight A100 over batches 1 to 128 and ranks 16 to 128."""
+    best = 0.0
+    for batch in (1, 8, 32, 128):
+        for rank in (16, 64, 128):
+            setting = Setting(model, "a100-80", 8, batch=batch, rank=rank, distinct=1, modules=modules)
+            gain = step_time("slora", setting).total_s / step_time("bd_lora", setting).total_s
+            best = max(best, gain)
+    return best
+
+
+_COUNTS = ["adapter_kernels_per_step", "adapter_bytes_per_rank", "collectives_per_step"]
+_CELL = ["experiment", "model", "dtype", "tp", "workload_hash", "num_adapters", "request_rate"]
+
+
+def measured_cells_errors(cells: pd.DataFrame) -> pd.DataFrame | None:
+    """Held-out errors of the model's form on this machine's own cells; None where they do not suffice.
+
+    The extra time of a backend over `base` in the same cell is taken as (cost per kernel) x kernels + (cost
+    per byte) x bytes + (cost per collective) x collectives, three constants of the machine, not negative,
+    fitted on half of the cells (by a hash of their key) and tested on the other half. Cells without counters
+    are left out.
+    """
+    needed = {*_CELL, *_COUNTS, "backend", "status", "provenance", "output_tokens_per_s", "repeat"}
+    if cells.empty or not needed <= set(cells.columns):
+        return None
+    good = cells[(cells.status == "complete") & (cells.provenance == "measured")]
+    good = good[good.output_tokens_per_s > 0].assign(seconds=1 / good.output_tokens_per_s)
+    means = good.groupby([*_CELL, "backend"], dropna=False)[["seconds", *_COUNTS]].median().reset_index()
+    base = means[means.backend == "base"].set_index(_CELL)[["seconds", "collectives_per_step"]]
+    joined = means[means.backend != "base"].join(base, on=_CELL, rsuffix="_base", how="inner")
+    joined["extra_collectives"] = joined.collectives_per_step - joined.collectives_per_step_base.fillna(0)
+    joined = joined.dropna(subset=[*_COUNTS, "seconds_base"])
+    if len(joined) < MIN_CELLS:
+        return None
+    keys = joined[[*_CELL, "backend"]].astype(str).agg("|".join, axis=1)
+    held = np.array([zlib.crc32(key.encode()) % 2 == 1 for key in keys])
+    if held.all() or not held.any():
+        return None
+    x = joined[["adapter_kernels_per_step", "adapter_bytes_per_rank", "extra_collectives"]].to_numpy(float)
+    scale = np.maximum(np.abs(x[~held]).max(axis=0), 1e-30)
+    weight = 1 / joined.seconds.to_numpy()
+    target = (joined.seconds - joined.seconds_base).to_numpy()
+    cost, _ = nnls((x / scale * weight[:, None])[~held], (target * weight)[~held])
+    predicted = joined.seconds_base + (x / scale) @ cost
+    return joined.assign(predicted_s=predicted, ratio=predicted / joined.seconds)[held]
+
+
+def _absolute(ratio: pd.Series) -> pd.Series:
+    return (ratio - 1).abs()
+
+
+def validation(
+    cells: pd.DataFrame | None = None, reference_dir: str | Path | None = None
+) -> dict[str, float | int | None]:
+    """All errors as one flat dict; None where the data for an entry is absent. Relative errors are shares."""
+    out: dict[str, float | int | None] = dict.fromkeys(
+        (
+            "layer_ops_median_error",
+            "layer_ops_p90_error",
+            "layer_ops_worst_error",
+            "layer_ops_rows",
+            "layer_ops_calibration_median_error",
+            "layer_sum_median_error",
+            "layer_sum_worst_error",
+            "layer_sum_ratio_p10",
+            "layer_sum_ratio_p90",
+            "all_reduce_median_error",
+            "all_reduce_worst_error",
+            "all_reduce_ratio_p10",
+            "all_reduce_ratio_p90",
+            "slora_loss_worst_error_points",
+            "slora_loss_median_error_points",
+            "slora_loss_with_communication_worst_error_points",
+            "slora_loss_without_communication_worst_error_points",
+            "measured_cells_median_error",
+            "measured_cells_worst_error",
+            "measured_cells",
+        )
+    )
+    reference = find_reference(reference_dir)
+    if reference is not None:
+        ops = layer_op_errors(reference)
+        held = _absolute(ops[ops.held_out].ratio)
+        sums, reduce, slora = (
+            layer_sum_ratios(ops),
+            all_reduce_errors(reference).ratio,
+            slora_errors(reference),
+        )
+        with_comm = slora.error_points.abs()
+        without_comm = slora.error_points_without_communication.abs()
+        points = pd.concat([with_comm, without_comm])
+        out |= {
+            "layer_ops_median_error": float(held.median()),
+            "layer_ops_p90_error": float(held.quantile(0.9)),
+            "layer_ops_worst_error": float(held.max()),
+            "layer_ops_rows": len(held),
+            "layer_ops_calibration_median_error": float(_absolute(ops[~ops.held_out].ratio).median()),
+            "layer_sum_median_error": float(_absolute(sums).median()),
+            "layer_sum_worst_error": float(_absolute(sums).max()),
+            "layer_sum_ratio_p10": float(sums.quantile(0.1)),
+            "layer_sum_ratio_p90": float(sums.quantile(0.9)),
+            "all_reduce_median_error": float(_absolute(reduce).median()),
+            "all_reduce_worst_error": float(_absolute(reduce).max()),
+            "all_reduce_ratio_p10": float(reduce.quantile(0.1)),
+            "all_reduce_ratio_p90": float(reduce.quantile(0.9)),
+            "slora_loss_worst_error_points": float(points.max()),
+            "slora_loss_median_error_points": float(points.median()),
+            "slora_loss_with_communication_worst_error_points": float(with_comm.max()),
+            "slora_loss_without_communication_worst_error_points": float(without_comm.max()),
+        }
+    for model, published in BD_LORA_SPEEDUP.items():
+        out[f"bd_lora_over_slora_{model}_published"] = published
+        out[f"bd_lora_over_slora_{model}_modelled"] = bd_lora_speedup(model)
+    errors = measured_cells_errors(cells) if cells is not None else None
+    if errors is not None:
+        cell_errors = _absolute(errors.ratio)
+        out["measured_cells_median_error"] = float(cell_errors.median())
+        out["measured_cells_worst_error"] = float(cell_errors.max())
+        out["measured_cells"] = len(errors)
+    return out
