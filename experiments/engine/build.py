@@ -1,0 +1,209 @@
+"""From a cell group's configuration to an `EngineSetup`: files that must exist, and vLLM's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import baselines
+from experiments import models
+from experiments.adapters import AdapterSet, ensure_adapters
+from experiments.config import RunConfig
+from experiments.engine import gate as gating
+from experiments.engine.merge import ensure_merged
+from experiments.engine.setup import EngineSetup, cpu_env, offline_env, vllm_rank
+from tessa.backend import BackendSpec
+from tessa.errors import UserError
+
+FIRST_TEXT_TOKEN = 3  # generated tokenizers keep 0, 1 and 2 for padding, start and end
+
+
+def build_setup(config: RunConfig, engine: Mapping[str, Any], cache: Path) -> EngineSetup:
+    """Everything one engine needs.
+
+    Args:
+        engine: what the engine's identity says (`experiments.grid.engine_identity`).
+        cache: folder for generated models, adapters and references.
+    """
+    spec = baselines.get_backend(engine["backend"])
+    options = backend_options(spec, engine)
+    model_spec = models.load_spec(config.model)
+    model = str(models.ensure_model(model_spec, cache))
+    adapters = adapter_set(spec, engine, model_spec)
+    folders = [str(f) for f in ensure_adapters(adapters, cache)] if adapters else []
+    first = FIRST_TEXT_TOKEN
+    requests = gating.gate_requests(
+        int(engine["adapters"]["count"]) if spec.uses_adapters else 1,
+        model_spec.vocab_size,
+        first,
+        config.measure.gate.requests,
+    )
+    gate: dict[str, Any] | None = None
+    if config.measure.gate.enabled:
+        if not spec.uses_adapters and spec.adapter_format != "merged":
+            requests = [replace(r, adapter=None) for r in requests]
+        expected = None
+        if model_spec.weights != "dummy":
+            expected = gating.reference(model, folders, requests, engine["device"], cache)
+        gate = {"requests": [asdict(r) for r in requests], "expected": expected}
+    if spec.adapter_format == "merged":
+        if model_spec.weights == "dummy":
+            raise UserError("backend 'merged' needs real weights to merge into; use another backend or model")
+        model = str(ensure_merged(Path(model), Path(folders[0]), cache))
+        if gate is not None:
+            merged_requests = [r for r in requests if r.adapter == 0]
+            keep = [i for i, r in enumerate(requests) if r.adapter == 0]
+            expected = gate["expected"]
+            gate = {
+                "requests": [asdict(replace(r, adapter=None)) for r in merged_requests],
+                "expected": [expected[i] for i in keep],
+            }
+        folders = []
+    if not spec.uses_adapters:
+        folders = []
+    return EngineSetup(
+        backend=spec.name,
+        model=model,
+        adapters=tuple(folders),
+        engine_args=engine_args(spec, options, config, engine, model, model_spec),
+        env={
+            **(cpu_env(int(engine["tp"])) if engine["device"] == "cpu" else {"VLLM_PLUGINS": "tessa"}),
+            **offline_env(model),
+        },
+        gate=gate,
+        wrong_by_design=any((k, v) in spec.wrong_by_design for k, v in options.items()),
+        device=engine["device"],
+    )
+
+
+def backend_options(spec: BackendSpec, engine: Mapping[str, Any]) -> dict[str, str]:
+    """The backend's options with defaults filled in; UserError for one it does not know."""
+    given = {key: str(value) for key, value in dict(engine["options"]).items()}
+    # YAML reads bare on and off as booleans.
+    given = {key: {"True": "on", "False": "off"}.get(value, value) for key, value in given.items()}
+    for key, value in given.items():
+        if key not in spec.options:
+            known = ", ".join(spec.options) or "none"
+            raise UserError(f"backend '{spec.name}' has no option '{key}'; it has: {known}")
+        if value not in spec.options[key]:
+            raise UserError(
+                f"option {key}={value} of '{spec.name}' is unknown; allowed: {', '.join(spec.options[key])}"
+            )
+    return {key: given.get(key, allowed[0]) for key, allowed in spec.options.items()}
+
+
+def chosen_kernels(spec: BackendSpec, kernels: str) -> str:
+    if kernels in ("auto", "none"):
+        return spec.kernels[0]
+    if kernels not in spec.kernels:
+        raise UserError(
+            f"backend '{spec.name}' has no kernels '{kernels}'; allowed: {', '.join(spec.kernels)}"
+        )
+    return kernels
+
+
+def adapter_ranks(adapters: Mapping[str, Any]) -> list[int]:
+    """The rank of every adapter: the same for all, or the given ones in turn."""
+    ranks = list(adapters.get("ranks") or [adapters["rank_equivalent"]])
+    return [int(ranks[i % len(ranks)]) for i in range(int(adapters["count"]))]
+
+
+def adapter_set(spec: BackendSpec, engine: Mapping[str, Any], model: models.ModelSpec) -> AdapterSet | None:
+    """The adapters of a backend, None where it has none. The merged baseline merges a LoRA adapter."""
+    if spec.adapter_format == "none":
+        return None
+    settings = engine["adapters"]
+    wanted = set(settings["target_modules"])
+    shapes = {m: s for m, s in model.linear_shapes().items() if m.rsplit(".", 1)[-1] in wanted}
+    unknown = wanted - {m.rsplit(".", 1)[-1] for m in shapes}
+    if unknown:
+        known = sorted({m.rsplit(".", 1)[-1] for m in model.linear_shapes()})
+        raise UserError(
+            f"adapters.target_modules {sorted(unknown)} are not in model '{model.name}'; it has {known}"
+        )
+    ranks = adapter_ranks(settings)
+    if spec.adapter_format == "bd_lora":
+        ranks = [matched_bd_rank(shapes, rank, int(engine["tp"])) for rank in ranks]
+    return AdapterSet(
+        format="lora" if spec.adapter_format == "merged" else spec.adapter_format,
+        shapes=shapes,
+        ranks=tuple(ranks),
+        placement=settings["placement"],
+        offset=settings["offset"],
+        shards=int(settings["shards"]),
+        blocks=int(engine["tp"]),
+        seed=int(settings["seed"]),
+    )
+
+
+def matched_bd_rank(shapes: Mapping[str, tuple[int, int]], rank: int, blocks: int) -> int:
+    """The rank, a multiple of ``blocks``, at which BD-LoRA spends most nearly LoRA's parameters at ``rank``."""
+    from tessa.budget import bd_lora_params, lora_params
+    from tessa.slices import parallel_of
+
+    lora = sum(lora_params(rank, *shape) for shape in shapes.values())
+    per_block = sum(bd_lora_params(blocks, *shape, parallel_of(m), blocks) for m, shape in shapes.items())
+    return blocks * max(1, round(lora / per_block))
+
+
+def engine_args(
+    spec: BackendSpec,
+    options: Mapping[str, str],
+    config: RunConfig,
+    engine: Mapping[str, Any],
+    model: str,
+    model_spec: models.ModelSpec,
+) -> dict[str, Any]:
+    """Arguments of ``vllm.AsyncEngineArgs``; all backends share them but for their adapter support."""
+    cpu = engine["device"] == "cpu"
+    settings = engine["engine"]
+    eager = settings.get("enforce_eager")
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": engine["dtype"],
+        "tensor_parallel_size": int(engine["tp"]),
+        "max_model_len": int(settings.get("max_model_len") or model_spec.max_model_len),
+        "max_num_seqs": int(settings["max_num_seqs"]),
+        # With adapters vLLM never compiles on the CPU, so the base model does not either.
+        "enforce_eager": cpu if eager is None else bool(eager),
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "seed": 0,
+        "load_format": model_spec.load_format,
+        "worker_extension_cls": "tessa.vllm.worker.WorkerExtension",
+    }
+    if cpu:
+        arguments["kv_cache_memory_bytes"] = int(float(settings["kv_cache_gib"]) * 2**30)
+    else:
+        arguments["gpu_memory_utilization"] = float(settings["gpu_memory_utilization"])
+    for key, name in (
+        ("max_num_batched_tokens", "max_num_batched_tokens"),
+        ("distributed_executor", "distributed_executor_backend"),
+    ):
+        if settings.get(key) is not None:
+            arguments[name] = settings[key]
+    adapters = engine["adapters"]
+    ranks = adapter_ranks(adapters)
+    kernels = chosen_kernels(spec, str(engine["kernels"]))
+    if spec.uses_adapters or spec.engine_args.get("enable_lora"):
+        if spec.adapter_format == "bd_lora":
+            ranks = list(adapter_set(spec, engine, model_spec).ranks)  # type: ignore[union-attr]
+        arguments.update(
+            enable_lora=True,
+            max_loras=int(adapters["max_resident"]),
+            max_cpu_loras=int(adapters["count"]),
+            max_lora_rank=vllm_rank(max(ranks)),
+            lora_target_modules=sorted(adapters["target_modules"]),
+        )
+    if spec.hook:
+        arguments["additional_config"] = {
+            "adapter_backend": spec.hook,
+            "kernels": kernels,
+            "lora_rank": max(ranks),
+            **options,
+        }
+    arguments.update(spec.engine_args)
+    arguments.update(settings.get("extra") or {})
+    return arguments

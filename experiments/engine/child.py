@@ -1,0 +1,275 @@
+"""The engine's process: vLLM behind a line protocol on one pipe.
+
+Started by `experiments.engine.parent` as ``python -m experiments.engine.child SETUP.json FD_IN FD_OUT``. Each
+command is one JSON line; each answer is one JSON line with ``ok`` and, where it failed, the error's type, message
+and traceback as data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import traceback
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.adapters import adapter_name
+from experiments.engine.gate import PROMPT_TOKENS, TOLERANCE, GateRequest, compare
+from experiments.engine.setup import EngineSetup
+from experiments.measure.types import TokenEvent
+from tessa.vllm.lifetime import die_with_parent
+
+COUNTED_STEPS = 8
+
+
+class VllmClient:
+    """A `experiments.measure.types.Client` over an engine in this process."""
+
+    def __init__(self, engine: Any, adapters: tuple[str, ...]) -> None:
+        from vllm.lora.request import LoRARequest
+
+        self.engine = engine
+        self.requests = [LoRARequest(adapter_name(i), i + 1, path) for i, path in enumerate(adapters)]
+        self._sent = 0
+
+    def lora(self, adapter: int | None) -> Any:
+        """The adapter's request object; engines without adapters serve every request with the base model."""
+        return None if adapter is None or not self.requests else self.requests[adapter]
+
+    async def generate(self, request: Any, adapter_name: str | None = None) -> AsyncIterator[TokenEvent]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=int(request.output_tokens),
+            ignore_eos=True,
+            temperature=0.0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        stream = self.engine.generate(
+            {"prompt_token_ids": [int(t) for t in request.prompt_token_ids]},
+            params,
+            self.engine_id(request.request_id),
+            lora_request=self.lora(request.adapter),
+        )
+        async for output in stream:
+            part = output.outputs[0]
+            yield TokenEvent(list(part.token_ids), output.finished, part.finish_reason)
+
+    def engine_id(self, request_id: int) -> str:
+        return f"{self._sent}-{request_id}"
+
+    def next_run(self) -> None:
+        """Request ids repeat between runs; the engine must not see one twice."""
+        self._sent += 1
+
+    async def abort(self, request_id: int) -> None:
+        await self.engine.abort(self.engine_id(request_id))
+
+
+class Server:
+    """Answers the parent's commands."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
+        self.engine: Any = None
+        self.client: VllmClient | None = None
+
+    async def start(self) -> dict[str, Any]:
+        import vllm
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.setup.engine_args))
+        self.client = VllmClient(self.engine, self.setup.adapters)
+        slots = self.setup.engine_args.get("max_loras", 0)
+        load_s = []
+        loop = asyncio.get_running_loop()
+        # The last adapters loaded stay resident, so load in reverse and leave the first ones in the slots.
+        for request in reversed(self.client.requests[: self.setup.engine_args.get("max_cpu_loras", slots)]):
+            began = loop.time()
+            await self.engine.add_lora(request)
+            load_s.append(loop.time() - began)
+        return {"vllm": vllm.__version__, "adapter_load_s": load_s}
+
+    async def gate(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        spec = self.setup.gate
+        if spec is None:
+            return {
+                "passed": True,
+                "max_abs_error": None,
+                "reference": "none",
+                "detail": "no gate for this backend",
+            }
+        requests = [GateRequest(**r) for r in spec["requests"]]
+        base = await self._probe([GateRequest(r.prompt, None) for r in requests])
+        mixed = await self._probe(requests)
+        tolerance = options.get("tolerance") or TOLERANCE[self.setup.engine_args["dtype"]]
+        result = compare(
+            requests, mixed, spec["expected"], base, tolerance, bool(self.client and self.client.requests)
+        )
+        if self.setup.wrong_by_design:
+            result["detail"] = f"wrong by design; {result['detail']}"
+            result["passed"] = True
+        return result
+
+    async def _probe(self, requests: list[GateRequest]) -> list[dict[str, Any]]:
+        """Log-probabilities of prompts and greedy continuations, all in one batch."""
+        from vllm import SamplingParams
+
+        from experiments.engine.gate import NEW_TOKENS
+
+        assert self.client is not None
+        client = self.client
+        client.next_run()
+        params = SamplingParams(
+            max_tokens=NEW_TOKENS,
+            ignore_eos=True,
+            temperature=0.0,
+            prompt_logprobs=0,
+            logprobs=0,
+            detokenize=False,
+        )
+
+        async def one(i: int, request: GateRequest) -> dict[str, Any]:
+            final = None
+            async for output in self.engine.generate(
+                {"prompt_token_ids": request.prompt},
+                params,
+                client.engine_id(i),
+                lora_request=client.lora(request.adapter),
+            ):
+                final = output
+            part = final.outputs[0]
+            return {
+                "prompt_logprobs": [
+                    entry[token].logprob
+                    for token, entry in zip(request.prompt[1:], final.prompt_logprobs[1:], strict=True)
+                ],
+                "tokens": list(part.token_ids),
+                "logprobs": [
+                    entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)
+                ],
+            }
+
+        return await asyncio.gather(*(one(i, r) for i, r in enumerate(requests)))
+
+    async def warmup(self, workload: str) -> dict[str, Any]:
+        """Run a workload that uses every adapter; nothing of it is reported."""
+        result = await self._run(workload, {})
+        if result.status != "ok" or any(r.error for r in result.records):
+            errors = [r.error for r in result.records if r.error]
+            raise RuntimeError(f"warm-up: {result.reason or errors[0]}")
+        return {}
+
+    async def run(self, workload: str, options: Mapping[str, Any], records: str) -> dict[str, Any]:
+        """Run a workload once and write one record per request to ``records``."""
+        from experiments.measure.types import records_to_frame
+
+        result = await self._run(workload, options)
+        records_to_frame(result.records).to_parquet(records)
+        return {
+            "wall_s": result.wall_s,
+            "status": result.status,
+            "reason": result.reason,
+            "mode": result.mode,
+        }
+
+    async def _run(self, workload: str, options: Mapping[str, Any]) -> Any:
+        from experiments.measure.load import LoadOptions, run_load
+        from experiments.workload.types import Workload
+
+        assert self.client is not None
+        self.client.next_run()
+        limit = options.get("max_in_flight")
+        load = LoadOptions(
+            adapter_names=[r.lora_name for r in self.client.requests],
+            base_only=not self.client.requests,
+            mode="closed_loop" if limit else None,
+            concurrency=limit,
+            request_timeout_s=options.get("request_timeout_s", 600.0),
+            stall_timeout_s=options.get("stall_timeout_s", 120.0),
+        )
+        return await run_load(self.client, Workload.load(workload), load)
+
+    async def counters(self) -> dict[str, Any]:
+        """Counts per decode step with every slot in use, from a few untimed steps (see `tessa.vllm.worker`)."""
+        from vllm import SamplingParams
+
+        assert self.client is not None
+        client = self.client
+        client.next_run()
+        adapters = list(range(min(len(client.requests), self.setup.engine_args.get("max_loras", 0)))) or [
+            None
+        ]
+        params = SamplingParams(max_tokens=COUNTED_STEPS, ignore_eos=True, temperature=0.0, detokenize=False)
+
+        async def one(i: int, adapter: int | None) -> None:
+            async for _ in self.engine.generate(
+                {"prompt_token_ids": [7 + i] * PROMPT_TOKENS},
+                params,
+                client.engine_id(i),
+                lora_request=client.lora(adapter),
+            ):
+                pass
+
+        await self.engine.collective_rpc("tessa_start_counting")
+        await asyncio.gather(*(one(i, a) for i, a in enumerate(adapters)))
+        ranks = await self.engine.collective_rpc("tessa_stop_counting")
+        # A decode step has one token per request; the prefill steps before it are left out.
+        steps = [s for s in ranks[0]["steps"] if s["tokens"] == len(adapters)] or ranks[0]["steps"][-1:]
+        last = steps[-1]
+        return {
+            "collectives_per_step": last["collectives"],
+            "collective_bytes_per_step": last["collective_bytes"],
+            "all_reduces_per_step": last["all_reduces"],
+            "all_gathers_per_step": last["all_gathers"],
+            "adapter_kernels_per_step": last["adapter_kernels"],
+            "adapter_gemms_per_step": last["adapter_gemms"],
+            "adapter_bytes_per_rank": max(rank["adapter_bytes"] for rank in ranks),
+            "counted_tokens_per_step": last["tokens"],
+        }
+
+    def stop(self) -> None:
+        if self.engine is not None:
+            self.engine.shutdown()
+
+
+async def serve(setup: EngineSetup, commands: Any, answers: Any) -> None:
+    server = Server(setup)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, commands.readline):
+        command = json.loads(line)
+        name, arguments = command["command"], command.get("arguments", {})
+        if name == "stop":
+            break
+        try:
+            value = await getattr(server, name)(**arguments)
+            answer: dict[str, Any] = {"ok": True, "value": value}
+        except Exception as error:
+            answer = {
+                "ok": False,
+                "error": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+            }
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    server.stop()
+
+
+def main(argv: list[str]) -> int:
+    if os.environ.get("TESSA_DIE_WITH_PARENT") == "1":
+        die_with_parent()
+    setup = EngineSetup.from_json(Path(argv[0]).read_text())
+    with os.fdopen(int(argv[1])) as commands, os.fdopen(int(argv[2]), "w") as answers:
+        asyncio.run(serve(setup, commands, answers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

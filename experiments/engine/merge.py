@@ -1,0 +1,57 @@
+"""A checkpoint with one adapter merged into its weights, for the `merged` backend.
+
+``python -m experiments.engine.merge MODEL ADAPTER OUT`` writes it in a child process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tessa.errors import UserError
+
+
+def ensure_merged(model: Path, adapter: Path, cache: Path) -> Path:
+    """Folder of the merged model in ``cache``."""
+    key = hashlib.sha256(json.dumps([model.name, adapter.parent.name, adapter.name]).encode()).hexdigest()[
+        :16
+    ]
+    target = cache / "merged" / key
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as scratch:
+            out = Path(scratch) / "model"
+            child = subprocess.run(
+                [sys.executable, "-m", "experiments.engine.merge", str(model), str(adapter), str(out)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if child.returncode:
+                lines = child.stderr.strip().splitlines() or ["no message"]
+                raise UserError(f"the adapter could not be merged into {model.name}: {lines[-1]}")
+            out.rename(target)
+    return target
+
+
+def main(argv: list[str]) -> int:
+    from transformers import AutoModelForCausalLM
+
+    from experiments.engine.reference import merged
+
+    model_path, adapter, out = (Path(a) for a in argv)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto")
+    with merged(model, adapter):
+        model.save_pretrained(out)
+    for file in model_path.glob("*token*"):
+        shutil.copy(file, out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

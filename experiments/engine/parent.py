@@ -1,0 +1,250 @@
+"""An engine in a child process with its own session: started, driven, parked and killed from here.
+
+This process imports neither torch nor vLLM. A child that fails hands its traceback back as data; one that dies or
+hangs is killed with all its descendants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from experiments.engine.setup import COMMON_ENV, EngineSetup
+
+DEFAULT_TIMEOUT_S = 900.0
+STOP_GRACE_S = 15.0
+TAIL_LINES = 12
+
+
+class EngineError(RuntimeError):
+    """What went wrong with an engine, as the runner stores it.
+
+    Attributes:
+        kind: "failed" or "timeout".
+        reason: one line.
+        traceback: the child's traceback, where it sent one.
+    """
+
+    def __init__(self, kind: str, reason: str, log_path: Path, traceback: str | None = None) -> None:
+        super().__init__(reason)
+        self.kind, self.reason, self.log_path, self.traceback = kind, reason, log_path, traceback
+
+
+class EngineProcess:
+    """The parent's side of one engine (the `experiments.runner.Engine` protocol)."""
+
+    def __init__(self, setup: EngineSetup, log_path: Path) -> None:
+        self.setup, self.log_path = setup, log_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch = tempfile.TemporaryDirectory(prefix="tessa-engine-")
+        self._commands: Any = None
+        self._answers_fd: int | None = None
+        self._buffer = b""
+        self._runs = 0
+        self._members: set[psutil.Process] = set()
+        self._counters: dict[str, Any] | None = None
+        self.started: dict[str, Any] = {}
+
+    def start(self, timeout_s: float) -> None:
+        """Start the child and its engine; returns when it serves."""
+        setup_file = Path(self._scratch.name) / "setup.json"
+        setup_file.write_text(self.setup.to_json())
+        child_in, parent_out = os.pipe()
+        parent_in, child_out = os.pipe()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **COMMON_ENV, **self.setup.env}
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "experiments.engine.child",
+                    str(setup_file),
+                    str(child_in),
+                    str(child_out),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=(child_in, child_out),
+                start_new_session=True,
+            )
+        os.close(child_in)
+        os.close(child_out)
+        self._commands = os.fdopen(parent_out, "w")
+        self._answers_fd = parent_in
+        self.started = self._call("start", timeout_s=timeout_s)
+
+    def gate(self, options: dict[str, Any]) -> dict[str, Any]:
+        return self._call("gate", options=options)
+
+    def warmup(self, workload_path: Path) -> None:
+        self._call("warmup", workload=str(workload_path))
+
+    def run(self, workload_path: Path, options: dict[str, Any]) -> dict[str, Any]:
+        """One round: ``records`` (parquet path), ``wall_s``, ``counters``, and the load's status."""
+        self._runs += 1
+        records = Path(self._scratch.name) / f"records-{self._runs}.parquet"
+        result = self._call("run", workload=str(workload_path), options=options, records=str(records))
+        if result["status"] != "ok":
+            kind = "timeout" if result["status"] in ("stalled", "timeout") else "failed"
+            raise EngineError(kind, f"the load {result['status']}: {result['reason']}", self.log_path)
+        if self._counters is None:
+            self._counters = self.counters()
+        return {**result, "records": records, "counters": self._counters}
+
+    def counters(self) -> dict[str, Any]:
+        counted = self._call("counters")
+        loads = sorted(self.started.get("adapter_load_s") or [])
+        if loads:
+            counted["adapter_load_s_median"] = loads[len(loads) // 2]
+        return counted
+
+    def park(self) -> None:
+        """Stop every process of the engine in its tracks: it keeps its memory and uses no processor time."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End every process of the engine, politely first; harmless when nothing runs."""
+        process = self._process
+        if process is None:
+            return
+        self._process = None
+        members = self._tree(process.pid)
+        _send(members, signal.SIGCONT)
+        if process.poll() is None:
+            try:
+                self._commands.write(json.dumps({"command": "stop"}) + "\n")
+                self._commands.flush()
+                process.wait(STOP_GRACE_S)
+            except (OSError, ValueError, subprocess.TimeoutExpired):
+                pass
+        members |= self._tree(process.pid)
+        _send(members, signal.SIGKILL)
+        psutil.wait_procs(members, timeout=STOP_GRACE_S)
+        process.wait()
+        for closing in (
+            self._commands.close,
+            lambda: os.close(self._answers_fd or -1),
+            self._scratch.cleanup,
+        ):
+            try:
+                closing()
+            except OSError:
+                continue
+
+    def _tree(self, pid: int) -> set[psutil.Process]:
+        """The child's session and descendants, also those whose parent has died meanwhile."""
+        found = set(self._members)
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == pid:
+                    found.add(process)
+                    found.update(process.children(recursive=True))
+            except (OSError, psutil.Error):
+                continue
+        self._members = {p for p in found if p.is_running()}
+        return self._members
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None:
+            _send(self._tree(self._process.pid), number)
+
+    def _call(self, command: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, **arguments: Any) -> Any:
+        if self._process is None:
+            raise EngineError("failed", f"{command}: the engine is not running", self.log_path)
+        try:
+            self._commands.write(json.dumps({"command": command, "arguments": arguments}) + "\n")
+            self._commands.flush()
+        except OSError:
+            raise self._died(command) from None
+        answer = json.loads(self._read_line(command, timeout_s))
+        if not answer["ok"]:
+            raise EngineError("failed", self._reason(command, answer), self.log_path, answer["traceback"])
+        return answer["value"]
+
+    def _reason(self, command: str, answer: dict[str, Any]) -> str:
+        first = (answer["message"].strip().splitlines() or [""])[0]
+        cause = root_cause(self.log_path)
+        text = f"{command}: {answer['error']}: {first}"
+        return f"{text} ({cause})" if cause and cause not in text else text
+
+    def _read_line(self, command: str, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        assert self._answers_fd is not None
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise EngineError(
+                    "timeout", f"{command}: no answer from the engine within {timeout_s:.0f} s", self.log_path
+                )
+            ready, _, _ = select.select([self._answers_fd], [], [], left)
+            if ready:
+                data = os.read(self._answers_fd, 1 << 16)
+                if not data:
+                    raise self._died(command)
+                self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return line
+
+    def _died(self, command: str) -> EngineError:
+        assert self._process is not None
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
+        cause = root_cause(self.log_path)
+        return EngineError(
+            "failed",
+            f"{command}: the engine's process ended with {how}" + (f": {cause}" if cause else ""),
+            self.log_path,
+        )
+
+
+def _send(processes: set[psutil.Process], number: int) -> None:
+    for process in processes:
+        try:
+            process.send_signal(number)
+        except psutil.Error:
+            continue
+
+
+def root_cause(log_path: Path) -> str:
+    """The last line of the log that names an exception, which is where vLLM's own message ends up."""
+    try:
+        lines = log_path.read_text(errors="replace").splitlines()[-400:]
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        text = line.rsplit("] ", 1)[-1].strip()
+        head = text.split(":", 1)[0]
+        named = head.replace(".", "").isidentifier() and head.endswith(("Error", "Exception")) and ":" in text
+        if named and "Engine core initialization failed" not in text and "EngineDeadError" not in text:
+            return text[:400]
+    return ""
+
+
+def make_engine(group: Any, log_path: Path, cache: Path) -> EngineProcess:
+    """The engine of an `experiments.grid.EngineGroup`: its model, adapters and reference are made first.
+
+    Raises:
+        UserError: the model, the adapters or the backend's settings do not fit together.
+    """
+    from experiments.engine.build import build_setup
+
+    return EngineProcess(build_setup(group.config, group.engine, cache), log_path)

@@ -1,0 +1,86 @@
+"""What one engine start needs, as plain data that travels to the child process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM 0.32.0 accepts for ``max_lora_rank``."""
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """One engine.
+
+    Attributes:
+        backend: registry name, for messages.
+        model: model folder or hub name.
+        adapters: folders of the adapters by index; empty where requests name none.
+        engine_args: arguments of ``vllm.AsyncEngineArgs``.
+        env: environment variables of the engine's processes.
+        gate: what the correctness gate compares with (see `experiments.engine.gate`), or None.
+        wrong_by_design: the outputs are meant to be wrong, so there is no gate.
+        device: "cpu" or "cuda".
+    """
+
+    backend: str
+    model: str
+    adapters: tuple[str, ...]
+    engine_args: Mapping[str, Any]
+    env: Mapping[str, str] = field(default_factory=dict)
+    gate: Mapping[str, Any] | None = None
+    wrong_by_design: bool = False
+    device: str = "cpu"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineSetup:
+        values = json.loads(text)
+        values["adapters"] = tuple(values["adapters"])
+        return cls(**values)
+
+
+def vllm_rank(rank: int) -> int:
+    """The smallest ``max_lora_rank`` that vLLM accepts and that holds ``rank``."""
+    from tessa.errors import UserError
+
+    for allowed in VLLM_RANKS:
+        if rank <= allowed:
+            return allowed
+    raise UserError(f"rank {rank} exceeds vLLM's largest, {VLLM_RANKS[-1]}")
+
+
+def cpu_env(tp: int, threads: int | None = None) -> dict[str, str]:
+    """Environment of an engine on the CPU: each rank bound to its own share of the cores.
+
+    With more ranks than cores the cores are shared in turn, which works and says nothing about speed.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    per_rank = threads or max(1, len(cores) // tp)
+    shares = [[cores[(rank * per_rank + i) % len(cores)] for i in range(per_rank)] for rank in range(tp)]
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_PLUGINS": "tessa",
+    }
+
+
+COMMON_ENV = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_COLOR": "0",
+    "PYTHONUNBUFFERED": "1",
+    # A parent that dies takes the engine along; see tessa.vllm.lifetime.
+    "TESSA_DIE_WITH_PARENT": "1",
+}
+
+
+def offline_env(model: str) -> dict[str, str]:
+    """A local model never asks the hub, so a machine without network does not wait for it."""
+    return {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
