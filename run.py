@@ -25,11 +25,11 @@ def job(composed: DictConfig) -> int:
     return code
 
 
-def report(results: Path, experiment: str) -> None:
-    """Prints the experiment's table and where its figure is."""
+def report(results: Path, experiment: str, cells: list[str]) -> None:
+    """Prints the table of the run's settings and where the figure is."""
     from analysis.__main__ import report as show
 
-    show(results, experiment)
+    show(results, experiment, cells)
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,8 +16,10 @@ import pandas as pd
 from experiments import provenance
 from experiments.config import MeasureConfig
 from experiments.grid import BuiltWorkload, Cell
-from experiments.measure import metrics, stats
-from experiments.measure.types import RequestRecord
+from experiments.measure import stats
+from experiments.measure.metrics import MetricOptions
+from experiments.measure.summary import summarise
+from experiments.measure.types import RequestRecord, records_from_frame, records_to_frame
 from experiments.store import LOG_NAME
 
 if TYPE_CHECKING:
@@ -66,27 +69,35 @@ class CellRun:
     ) -> None:
         """Takes one round's records and turns them into metrics, or into the cell's failure."""
         records = read_records(result["records"])
-        evaluation = metrics.evaluate(
+        row = summarise(
             records,
-            slo=dataclasses.asdict(measure.slo),
-            lag_tolerance_s=measure.lag_tolerance_s,
-            expected=len(workload),
+            mode=workload.meta["load"]["mode"],
+            load_status=result.get("status", "ok"),
+            load_reason=result.get("reason"),
+            options=MetricOptions(
+                slo_ttft_s=measure.slo.ttft_s,
+                slo_tpot_s=measure.slo.tpot_s,
+                lag_tolerance_s=measure.lag_tolerance_s,
+            ),
         )
-        self.frames.append(record_frame(records).assign(round=index))
+        status, reason = row.pop("status"), row.pop("status_reason")
+        if status == "complete" and len(records) != len(workload):
+            status, reason = "invalid", f"{len(records)} records for {len(workload)} requests"
+        self.frames.append(records_to_frame(records).assign(round=index))
         self.rounds.append(
             {
                 "round": index,
                 "position": position,
                 "session": session,
-                "status": evaluation.status,
-                "reason": evaluation.reason,
+                "status": status,
+                "reason": reason,
                 "wall_s": result.get("wall_s"),
-                "metrics": evaluation.metrics,
+                "metrics": row,
                 "counters": dict(result.get("counters") or {}),
             }
         )
-        if evaluation.status != "complete" and self.failure is None:
-            self.failure = Failure(evaluation.status, f"round {index + 1}", evaluation.reason or "")
+        if status != "complete" and self.failure is None:
+            self.failure = Failure(status, f"round {index + 1}", reason or "")
 
     def add_costs(self, base: Mapping[int, float], basis: str) -> None:
         """adapter_cost of every round that base has too; `basis` says how close in time the two were."""
@@ -112,13 +123,6 @@ def summarise_cell(run: CellRun, start_state: dict[str, Any]) -> tuple[dict[str,
     """The stored summary of a finished or failed cell, and all its request records."""
     failure, slot = run.failure, run.slot
     complete = [entry for entry in run.rounds if entry["status"] == "complete"]
-    series: dict[str, list[float]] = {}
-    if failure is None:
-        for entry in complete:
-            measured = {**entry["metrics"], "adapter_cost": entry.get("adapter_cost")}
-            for name, value in measured.items():
-                if value is not None:
-                    series.setdefault(name, []).append(value)
     summary = {
         "hash": run.cell.hash,
         "cell": run.cell.name,
@@ -131,7 +135,7 @@ def summarise_cell(run: CellRun, start_state: dict[str, Any]) -> tuple[dict[str,
         "provenance": "measured",
         "labels": run.cell.labels,
         "rounds": run.rounds,
-        "intervals": {name: dataclasses.asdict(stats.interval(values)) for name, values in series.items()},
+        "intervals": {} if failure else intervals(complete),
         "counters": complete[-1]["counters"] if complete else {},
         "gate": slot.gate,
         "engine_start_s": slot.start_s,
@@ -145,12 +149,22 @@ def summarise_cell(run: CellRun, start_state: dict[str, Any]) -> tuple[dict[str,
 def read_records(source: Any) -> list[RequestRecord]:
     """Request records from a parquet file's path, or from rows as dicts or objects."""
     if isinstance(source, str | Path):
-        source = pd.read_parquet(source).to_dict("records")
+        return records_from_frame(pd.read_parquet(source))
     return [row if isinstance(row, RequestRecord) else RequestRecord(**row) for row in source]
 
 
-def record_frame(records: list[RequestRecord]) -> pd.DataFrame:
-    return pd.DataFrame([dataclasses.asdict(record) for record in records])
+def intervals(rounds: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Centre and 95 % t interval of every metric over the rounds; adapter cost from ratios within rounds."""
+    found: dict[str, stats.Interval] = {}
+    for name in rounds[0]["metrics"] if rounds else ():
+        values = [entry["metrics"][name] for entry in rounds]
+        if all(value is not None and math.isfinite(value) for value in values):
+            found[name] = stats.t_interval(values)
+    paired = [entry for entry in rounds if entry.get("base_throughput")]
+    if paired:
+        own = [entry["metrics"][THROUGHPUT] for entry in paired]
+        found["adapter_cost"] = stats.adapter_cost(own, [entry["base_throughput"] for entry in paired])
+    return {name: dataclasses.asdict(interval) for name, interval in found.items()}
 
 
 def utc_now() -> str:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import config as schema
 from experiments import models, provenance
-from experiments.config import BackendConfig, RunConfig
+from experiments.backends import known_backends
+from experiments.config import RunConfig
 from experiments.console import Console
 from experiments.estimate import dry_run_lines, status_lines
 from experiments.grid import Plan, expand
@@ -25,19 +26,8 @@ from experiments.workload import spec as workload_spec
 from experiments.workload.types import Workload
 from tessa.errors import UserError
 
-CONF = provenance.REPO / "conf"
 EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 WARM_UP_OUTPUT = 16
-
-
-def known_backends(conf: Path = CONF) -> dict[str, BackendConfig]:
-    """The backends of conf/backend by name, in their fixed order."""
-    found: dict[str, BackendConfig] = {}
-    for file in sorted(conf.glob("backend/*.yaml"), key=lambda f: schema.backend_rank(f.stem)):
-        values = OmegaConf.load(file)
-        values.pop("defaults", None)
-        found[file.stem] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(BackendConfig), values))
-    return found
 
 
 def plan_run(config: RunConfig, device: str | None = None) -> Plan:
@@ -52,9 +42,9 @@ def plan_run(config: RunConfig, device: str | None = None) -> Plan:
         need = int((workload.prompt_lengths + workload.output_tokens).max())
         if need > longest:
             raise UserError(
-                f"the workload has a request of {need} tokens (prompt and output), model {model.name!r} is run "
-                f"with at most {longest}. Shorten the workload, or raise engine.max_model_len up to the model's "
-                f"{model.architecture.get('max_position_embeddings', longest)}."
+                f"the workload has a request of {need} tokens (prompt and output), model {model.name!r} is "
+                f"run with at most {longest}. Shorten the workload, or raise engine.max_model_len up to the "
+                f"model's {model.architecture.get('max_position_embeddings', longest)}."
             )
     return plan
 
@@ -78,6 +68,7 @@ def warm_up(workload: Workload, vocab_size: int, num_adapters: int) -> Workload:
             },
             "popularity": {"kind": "distinct"},
             "num_adapters": num_adapters,
+            "min_token_id": int(workload.meta["spec"]["min_token_id"]),
             "base_fraction": 1.0 / (used + 1) if with_base else 0.0,
         },
         vocab_size,
@@ -117,12 +108,12 @@ def execute(
     composed: DictConfig,
     mode: str = "run",
     factory: EngineFactory | None = None,
-    report: Callable[[Path, str], None] | None = None,
+    report: Callable[[Path, str, list[str]], object] | None = None,
 ) -> int:
     """One job: `mode` is `run` or `status`. Returns the exit status; user mistakes are printed, not raised.
 
-    `factory` makes the engines (None: real ones); `report` is called with the results folder and the
-    experiment after a run, to print the table and draw the figure.
+    `factory` makes the engines (None: real ones); `report` is called after a run with the results
+    folder, the experiment and the names of the cells, to print the table and draw the figure.
     """
     try:
         return _execute(schema.build(composed), mode, factory, report)
@@ -138,7 +129,7 @@ def _execute(
     config: RunConfig,
     mode: str,
     factory: EngineFactory | None,
-    report: Callable[[Path, str], None] | None,
+    report: Callable[[Path, str, list[str]], object] | None,
 ) -> int:
     plan = plan_run(config)
     results = Path(config.paths.results).expanduser()
@@ -164,7 +155,7 @@ def _execute(
     )
     outcome = runner.run()
     if report is not None:
-        report(results, plan.experiment)
+        report(results, plan.experiment, [cell.name for cell in plan.cells])
     return summarise(outcome, console)
 
 

@@ -15,9 +15,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from baselines import REGISTRY
 from tessa.errors import UserError
 
-BACKEND_ORDER = ("base", "base_enabled", "merged", "plain_lora", "punica", "slora", "bd_lora", "tessa")
+BACKEND_ORDER = tuple(REGISTRY)
 """The order of backends in every run, table and figure; names that are not listed follow, sorted."""
 
 ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -105,7 +106,7 @@ class WorkloadConfig:
     output_tokens: LengthConfig | None = field(default_factory=LengthConfig)
     popularity: PopularityConfig | None = field(default_factory=PopularityConfig)
     base_fraction: float = 0.0
-    min_token_id: int = 0
+    min_token_id: int = 3  # the first ids are padding, start and end
     seed: int = 0
     trace: TraceConfig | None = None
     slora: SLoraConfig | None = None
@@ -251,19 +252,18 @@ def build(values: DictConfig | dict[str, Any]) -> RunConfig:
 
 
 def explain(error: Exception) -> str:
-    """One readable line or two from an OmegaConf or Hydra error."""
-    text = str(error.__cause__ if error.__cause__ is not None else error)
-    key = getattr(error, "full_key", None)
+    """One readable message from an OmegaConf or Hydra error."""
+    cause = error.__cause__ if error.__cause__ is not None else error
+    text = str(cause)
     message = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    known: list[str] = []
+    found = re.search(r"full_key: (\S+)", text)
+    key = found.group(1) if found else getattr(cause, "full_key", None)
     if match := re.search(r"Key '([^']+)' (?:is )?not in", message):
-        known = _known_keys(key or match.group(1))
-        message = f"unknown setting {key or match.group(1)!r}"
-    elif key and key not in message:
-        message = f"{key}: {message}"
-    if known:
-        message += _suggest(match.group(1) if match else "", known, "settings there")
-    return message
+        key = key or match.group(1)
+        return f"unknown setting {key!r}{_suggest(match.group(1), _known_keys(key), 'settings there')}"
+    if cause is not error and "parsing override" in str(error):
+        return f"{str(error).splitlines()[0]}: {message}"
+    return f"{key}: {message}" if key and key not in message else message
 
 
 def _known_keys(full_key: str) -> list[str]:

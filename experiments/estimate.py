@@ -62,7 +62,7 @@ def describe(cell: Cell) -> str:
 
 
 def estimate_cell(cell: Cell, store: Store, config: RunConfig, work: dict[str, Any]) -> float:
-    """Seconds for all rounds of a cell: from its own last run, else from the load, else from a rate of thumb."""
+    """Seconds for all rounds of a cell: from its own last run, else from the load and a rate of thumb."""
     stored = store.summary(cell.name, cell.hash)
     walls = [entry["wall_s"] for entry in (stored or {}).get("rounds", []) if entry.get("wall_s")]
     if walls:

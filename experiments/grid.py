@@ -1,11 +1,11 @@
 """From one composed config to the ordered list of cells, grouped so that one engine serves many of them.
 
-A cell is everything that determines a result; its rounds live inside it. An engine group is the cells of one
-(backend, kernels, model, tp, dtype, adapters, engine options). A point is the engine groups that differ in the
-backend alone: they are run side by side and compared.
+A cell is everything that determines a result; its rounds live inside it. An engine group is the cells of
+one (backend, kernels, model, tp, dtype, adapters, engine options). A point is the engine groups that differ
+in the backend alone: they are run side by side and compared.
 
-Order: points as the grid spells them (the last key varies fastest), in a point the workloads as the grid spells
-them, for each workload the backends in their fixed order.
+Order: points as the grid spells them (the last key varies fastest), in a point the workloads as the grid
+spells them, for each workload the backends in their fixed order.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from experiments import backends as backends_module
 from experiments import config as schema
 from experiments import models
 from experiments.config import BackendConfig, RunConfig
@@ -35,6 +36,8 @@ class BuiltWorkload(Protocol):
 
     hash: str
     meta: dict[str, Any]
+
+    def __len__(self) -> int: ...
 
 
 WorkloadBuilder = Callable[[dict[str, Any]], BuiltWorkload]
@@ -56,7 +59,7 @@ class Cell:
     @property
     def variant(self) -> str:
         """The backend as shown to a user: `punica`, or `punica:stock` for chosen kernels."""
-        return variant_name(self.backend, str(self.identity["kernels"]))
+        return backends_module.variant_name(self.backend, self.identity["kernels"], self.identity["options"])
 
     @property
     def name(self) -> str:
@@ -83,7 +86,7 @@ class EngineGroup:
 
     @property
     def variant(self) -> str:
-        return variant_name(self.backend, str(self.engine["kernels"]))
+        return backends_module.variant_name(self.backend, self.engine["kernels"], self.engine["options"])
 
 
 @dataclass(frozen=True)
@@ -112,10 +115,6 @@ class Plan:
             for cell in group.cells
             if cell.workload_hash == workload
         ]
-
-
-def variant_name(backend: str, kernels: str) -> str:
-    return backend if kernels in ("auto", "none") else f"{backend}:{kernels}"
 
 
 def canonical_hash(value: Any) -> str:
@@ -150,7 +149,8 @@ def expand(
         workload = by_spec[spec_key]
         built[workload.hash] = workload
         for backend in chosen:
-            one = dataclasses.replace(base, backend=_with_overrides(backend, config.backend, values))
+            chosen_backend = backends_module.resolve(_with_overrides(backend, values), device)
+            one = dataclasses.replace(base, backend=chosen_backend)
             engine = engine_identity(one, device)
             identity = {
                 **engine,
@@ -216,8 +216,8 @@ def combinations(config: RunConfig) -> list[dict[str, Any]]:
             continue
         if key.split(".")[0] not in GRID_ROOTS:
             raise UserError(
-                f"grid key {key!r} cannot be swept here: use keys below {', '.join(GRID_ROOTS)}, or `backends`; "
-                "tensor-parallel degrees go on the command line, tp=2 or -m tp=1,2,4"
+                f"grid key {key!r} cannot be swept here: use keys below {', '.join(GRID_ROOTS)}, or "
+                "`backends`; tensor-parallel degrees go on the command line, tp=2 or -m tp=1,2,4"
             )
         if not isinstance(values, list) or not values:
             raise UserError(f"grid.{key}={values} must be a list with at least one value")
@@ -338,6 +338,10 @@ def labels(identity: dict[str, Any]) -> dict[str, Any]:
     arrivals = spec.get("arrivals") or {}
     return {
         "backend": identity["backend"],
+        "variant": backends_module.variant_name(
+            identity["backend"], identity["kernels"], identity["options"]
+        ),
+        "backend_order": schema.backend_rank(identity["backend"])[0],
         "kernels": identity["kernels"],
         "model": identity["model"].get("name"),
         "dtype": identity["dtype"],
@@ -355,6 +359,7 @@ def labels(identity: dict[str, Any]) -> dict[str, Any]:
         "prompt_tokens": section_name(spec.get("prompt_tokens")),
         "output_tokens": section_name(spec.get("output_tokens")),
         "num_requests": spec.get("num_requests"),
+        "setting": canonical_hash({k: v for k, v in identity.items() if k not in (*_BACKEND_KEYS, "tp")})[:8],
     }
 
 
@@ -366,15 +371,12 @@ def section_name(section: dict[str, Any] | None) -> str | None:
     return f"{section.get('kind')}({rest})" if rest else str(section.get("kind"))
 
 
-def _with_overrides(
-    backend: BackendConfig, chosen: BackendConfig | None, values: Mapping[str, Any]
-) -> BackendConfig:
+def _with_overrides(backend: BackendConfig, values: Mapping[str, Any]) -> BackendConfig:
     """The backend with the grid's `backend.*` values."""
-    result = copy.deepcopy(chosen if chosen is not None else backend)
+    result = copy.deepcopy(backend)
     for key, value in values.items():
         if key == "backend.kernels":
-            # A backend without adapter kernels has nothing to choose.
-            result.kernels = result.kernels if result.kernels == "none" else str(value)
+            result.kernels = str(value)
         elif key.startswith("backend.options."):
             result.options[key.removeprefix("backend.options.")] = value
         elif key.startswith("backend."):

@@ -73,7 +73,7 @@ class WandbLogger:
                 run.log({**entry.get("metrics", {}), "adapter_cost": entry.get("adapter_cost")})
             run.summary.update({"status": summary["status"], "reason": summary["reason"], "cell": cell.name})
             for metric, interval in summary.get("intervals", {}).items():
-                run.summary[metric] = interval["mean"]
+                run.summary[metric] = interval["centre"]
         finally:
             run.finish(exit_code=0 if summary["status"] == "complete" else 1)
 

@@ -1,4 +1,4 @@
-"""Where a number comes from: code, packages, hardware, host and job, without names of users or their folders."""
+"""Where a number comes from: code, packages, hardware, host and job; no user names, no folders."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def hardware() -> dict[str, Any]:
 
 
 def collect(start: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The provenance block of a cell. `start` is the code's state at the start of the run, if taken earlier."""
+    """The provenance block of a cell. `start`: the code's state at the start of the run, if taken then."""
     slurm = {key.lower(): os.environ[key] for key in SLURM_KEYS if key in os.environ}
     return {
         "git_submit": submit_state(),

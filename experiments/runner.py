@@ -1,4 +1,4 @@
-"""Runs a plan: starts engines, gates them, measures rounds, stores cells. One backend's failure stops no other."""
+"""Runs a plan: starts engines, gates them, measures rounds, stores cells; one failure stops no other."""
 
 from __future__ import annotations
 
@@ -306,13 +306,13 @@ class Runner:
             run.failure = Failure.of(error, phase)
             slot.crashes += 1
             self._stop(slot)
-        else:
-            slot.crashes = 0
 
     def _finish(self, runs: list[CellRun], reference: list[CellRun] | None = None) -> None:
         """Stores the cells of one workload; ratios to base are formed here, round by round."""
         bases = [run for run in reference or runs if run.slot.group.backend == "base"]
         for run in runs:
+            if run.failure is None:
+                run.slot.crashes = 0
             if not run.slot.recorded:
                 continue
             own = [b for b in bases if b.cell.workload_hash == run.cell.workload_hash and b.failure is None]

@@ -171,9 +171,9 @@ class Store:
             summary = self.summary(cell) or {}
             if summary.get("schema_version") != SCHEMA_VERSION:
                 raise UserError(
-                    f"{self.folder / cell} has schema version {summary.get('schema_version')}, this code reads "
-                    f"and writes {SCHEMA_VERSION}. Choose another folder with paths.results=..., or move the "
-                    "old results away."
+                    f"{self.folder / cell} has schema version {summary.get('schema_version')}, this code "
+                    f"reads and writes {SCHEMA_VERSION}. Choose another folder with paths.results=..., or "
+                    "move the old results away."
                 )
 
 
@@ -224,7 +224,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         advice = {
             errno.ENOSPC: "the disk is full. Free some space and run again; finished cells are kept.",
-            errno.EDQUOT: "the disk quota is used up. Free some space and run again; finished cells are kept.",
+            errno.EDQUOT: "the quota is used up. Free some space and run again; finished cells are kept.",
             errno.EROFS: "the file system is read-only. Choose another folder with paths.results=...",
             errno.EACCES: "no permission to write there. Choose another folder with paths.results=...",
             errno.EPERM: "no permission to write there. Choose another folder with paths.results=...",

@@ -1,0 +1,134 @@
+"""The one way from stored cells to numbers: `load()` returns a tidy frame, one row per cell and round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tessa.errors import UserError
+
+SCHEMA_VERSION = 1
+COLUMNS = (
+    "experiment",
+    "backend",
+    "variant",
+    "kernels",
+    "model",
+    "dtype",
+    "device",
+    "tp",
+    "workload_hash",
+    "num_adapters",
+    "popularity",
+    "request_rate",
+    "repeat",
+    "status",
+    "provenance",
+    "requests_per_s",
+    "output_tokens_per_s",
+    "total_tokens_per_s",
+    *(
+        f"{latency}_{statistic}"
+        for latency in ("ttft_s", "tpot_s", "itl_s", "e2e_s")
+        for statistic in ("mean", "p50", "p90", "p95", "p99")
+    ),
+    "adapter_cost",
+    "collectives_per_step",
+    "collective_bytes_per_step",
+    "adapter_kernels_per_step",
+    "adapter_bytes_per_rank",
+    "schedule_lag_s_p99",
+    "git_sha",
+    "git_dirty",
+    "schema_version",
+)
+"""Columns that are always there, NaN where not measured. Further ones follow them."""
+
+_TEXT = ("experiment", "backend", "variant", "kernels", "model", "dtype", "device", "workload_hash")
+_WHOLE = ("tp", "num_adapters", "repeat", "schema_version", "backend_order")
+
+
+def load(results_dir: str | Path = "results", experiment: str | None = None) -> pd.DataFrame:
+    """Every stored cell below `results_dir`, or those of one experiment.
+
+    One row per cell and round; a cell that is not complete is one row with its status and reason and no
+    speed. An empty or missing folder gives an empty frame with all columns. Raises UserError for a cell of
+    another schema version or an unreadable summary.
+    """
+    rows = [row for summary in summaries(results_dir, experiment) for row in _rows(summary)]
+    frame = pd.DataFrame(rows)
+    frame = frame.reindex(columns=[*COLUMNS, *(c for c in frame.columns if c not in COLUMNS)])
+    for column in frame.columns:
+        if column in _WHOLE:
+            frame[column] = frame[column].astype("Int64")
+        elif column in COLUMNS and column not in _TEXT and frame[column].isna().all():
+            frame[column] = frame[column].astype("float64")
+    keys = ["experiment", "tp", "backend_order", "variant", "cell", "repeat"]
+    present = [key for key in keys if key in frame.columns]
+    return frame.sort_values(present, kind="stable", ignore_index=True) if len(frame) else frame
+
+
+def summaries(results_dir: str | Path, experiment: str | None = None) -> Iterator[dict[str, Any]]:
+    """The stored summaries, with the cell's folder relative to `results_dir` as `folder`."""
+    root = Path(results_dir)
+    for file in sorted(root.glob(f"{experiment or '*'}/*/summary.json")):
+        if file.parent.name.startswith("."):
+            continue
+        try:
+            summary = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read ({error}); delete its folder and run again") from error
+        if summary.get("schema_version") != SCHEMA_VERSION:
+            raise UserError(
+                f"{file} has schema version {summary.get('schema_version')}, this code reads {SCHEMA_VERSION}: "
+                "use the code that wrote it, or move it away"
+            )
+        yield {**summary, "folder": str(file.parent.relative_to(root))}
+
+
+def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    git = summary["environment"]["git_start"]
+    submit = summary["environment"]["git_submit"]
+    common = {
+        "experiment": summary["experiment"],
+        **summary["labels"],
+        "status": summary["status"],
+        "reason": summary["reason"],
+        "provenance": summary["provenance"],
+        "cell": summary["cell"],
+        "folder": summary["folder"],
+        "log": f"{summary['folder']}/{summary['log']}" if summary["log"] else None,
+        "ended": summary["ended"],
+        "engine_start_s": summary.get("engine_start_s"),
+        "git_sha": git["sha"],
+        "git_dirty": _any_dirty(git["dirty"], submit["dirty"]),
+        "schema_version": summary["schema_version"],
+    }
+    if summary["status"] != "complete":
+        last = summary["rounds"][-1] if summary["rounds"] else {}
+        # How late the load was sent is worth seeing in a failed cell; how fast it ran is not.
+        kept = {k: v for k, v in last.get("metrics", {}).items() if k.startswith("schedule_lag")}
+        return [{**common, "repeat": last.get("round"), **kept}]
+    return [
+        {
+            **common,
+            "repeat": entry["round"],
+            "session": entry["session"],
+            "position": entry["position"],
+            "wall_s": entry["wall_s"],
+            **entry["metrics"],
+            **{k: v for k, v in entry["counters"].items() if not isinstance(v, dict | list)},
+            "adapter_cost": entry.get("adapter_cost"),
+            "adapter_cost_basis": entry.get("adapter_cost_basis"),
+        }
+        for entry in summary["rounds"]
+    ]
+
+
+def _any_dirty(*flags: bool | None) -> bool | None:
+    known = [flag for flag in flags if flag is not None]
+    return any(known) if known else None

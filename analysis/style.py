@@ -1,0 +1,83 @@
+"""Colours, order and marks that every figure shares; readable in print and with colour-blind eyes."""
+
+from __future__ import annotations
+
+import matplotlib
+import pandas as pd
+
+matplotlib.use("Agg")
+
+# Okabe and Ito's palette; grey for the ends of the scale, which are no competitors.
+COLOURS = {
+    "base": "#555555",
+    "base_enabled": "#999999",
+    "merged": "#000000",
+    "plain_lora": "#E69F00",
+    "punica": "#56B4E9",
+    "slora": "#D55E00",
+    "bd_lora": "#CC79A7",
+    "tessa": "#009E73",
+}
+SPARE_COLOURS = ("#0072B2", "#F0E442", "#8C564B", "#17BECF")
+MARKERS = {
+    "base": "o",
+    "base_enabled": "P",
+    "merged": "X",
+    "plain_lora": "s",
+    "punica": "^",
+    "slora": "v",
+    "bd_lora": "D",
+    "tessa": "*",
+}
+NAMES = {
+    "base": "base",
+    "base_enabled": "base, LoRA on",
+    "merged": "merged",
+    "plain_lora": "plain LoRA",
+    "punica": "Punica",
+    "slora": "S-LoRA",
+    "bd_lora": "BD-LoRA",
+    "tessa": "TESSA",
+}
+HATCHES = {"measured": "", "emulated": "///", "modelled": "xxx"}
+LINES = {"measured": "-", "emulated": "--", "modelled": ":"}
+ONE_COLUMN, TWO_COLUMNS = 3.4, 7.0
+RC = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "legend.fontsize": 7,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.linewidth": 0.4,
+    "grid.color": "#dddddd",
+    "axes.axisbelow": True,
+    "hatch.linewidth": 0.6,
+    "pdf.fonttype": 42,
+    "savefig.dpi": 200,
+}
+
+
+def colour(variant: str) -> str:
+    """Colour of a backend or of one of its variants (`punica:stock` looks like `punica`)."""
+    backend = variant.partition(":")[0]
+    if backend in COLOURS:
+        return COLOURS[backend]
+    return SPARE_COLOURS[sum(map(ord, backend)) % len(SPARE_COLOURS)]
+
+
+def name(variant: str) -> str:
+    """`S-LoRA`, `Punica (stock)`."""
+    backend, _, rest = variant.partition(":")
+    shown = NAMES.get(backend, backend)
+    return f"{shown} ({rest.replace(':', ', ')})" if rest else shown
+
+
+def in_order(frame: pd.DataFrame) -> list[str]:
+    """The variants of a frame in the fixed order of their backends."""
+    known = frame[["backend_order", "variant"]].drop_duplicates().sort_values(["backend_order", "variant"])
+    return [str(variant) for variant in known["variant"]]

@@ -1,0 +1,159 @@
+"""The table at the end of a run: one row per backend and degree, with units, intervals and definitions."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from analysis import style
+from experiments.measure import metrics, stats
+
+SETTING = ("experiment", "model", "dtype", "device", "setting")
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: where it comes from, its heading and unit, and how a value is written."""
+
+    source: str
+    heading: str
+    unit: str
+    write: Callable[[float], str]
+    interval: bool = False
+
+
+def _plain(digits: int, scale: float = 1.0) -> Callable[[float], str]:
+    return lambda value: f"{value * scale:,.{digits}f}"
+
+
+TABLE = (
+    Column("requests_per_s", "requests", "1/s", _plain(2)),
+    Column("output_tokens_per_s", "output tokens", "1/s", _plain(1), interval=True),
+    Column("adapter_cost", "adapter cost", "%", _plain(1, 100), interval=True),
+    Column("ttft_s_p50", "TTFT p50", "ms", _plain(0, 1e3)),
+    Column("ttft_s_p99", "TTFT p99", "ms", _plain(0, 1e3)),
+    Column("tpot_s_p50", "TPOT p50", "ms", _plain(1, 1e3)),
+    Column("collectives_per_step", "collectives", "/step", _plain(1)),
+    Column("collective_bytes_per_step", "coll. KiB", "/step", _plain(1, 2**-10)),
+    Column("adapter_kernels_per_step", "ad. kernels", "/step", _plain(1)),
+    Column("adapter_bytes_per_rank", "adapters MiB", "/rank", _plain(2, 2**-20)),
+)
+
+
+def settings(frame: pd.DataFrame) -> list[pd.DataFrame]:
+    """The frame split into what may be compared: one part per experiment, model and setting."""
+    keys = [key for key in SETTING if key in frame.columns]
+    return [part for _, part in frame.groupby(keys, dropna=False, sort=False)] if len(frame) else []
+
+
+def interval(part: pd.DataFrame, column: str) -> stats.Interval:
+    """Centre and 95 % interval over the complete rounds; adapter cost from ratios within rounds."""
+    good = part[part["status"] == "complete"]
+    values = good[column].astype(float).to_numpy() if column in good else np.empty(0)
+    if column != "adapter_cost":
+        return stats.t_interval(values)
+    known = values[~np.isnan(values)]
+    # 1 - cost is the ratio to base in that round, which is what the interval is taken of.
+    return stats.adapter_cost(1.0 - known, np.ones_like(known))
+
+
+def end_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per (setting, tp, variant), formatted, in the fixed order of backends. NaN shows as a dash."""
+    rows = []
+    for part in settings(frame):
+        for tp, at_tp in part.groupby("tp", sort=True):
+            for variant in style.in_order(at_tp):
+                mine = at_tp[at_tp["variant"] == variant]
+                row = {"setting": describe(mine), "tp": str(tp), "backend": variant}
+                for column in TABLE:
+                    row[f"{column.heading}\n{column.unit}"] = _cell(mine, column)
+                row["rounds"] = str(int((mine["status"] == "complete").sum()) or "-")
+                row["status"] = ", ".join(dict.fromkeys(mine["status"]))
+                rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _cell(part: pd.DataFrame, column: Column) -> str:
+    if column.source == "adapter_cost" and (part["backend"] == "base").all():
+        return "-"
+    found = interval(part, column.source)
+    if not np.isfinite(found.centre):
+        return "-"
+    text = column.write(found.centre)
+    if column.interval and np.isfinite(found.low):
+        text += f" ±{column.write((found.high - found.low) / 2)}"
+    return text
+
+
+def describe(part: pd.DataFrame) -> str:
+    """What a setting is, in one line."""
+    first = part.iloc[0]
+    words = [
+        str(first["experiment"]),
+        f"model {first['model']} {first['dtype']} on {first['device']}",
+        f"workload {str(first['workload_hash'])[:8]}",
+        f"{_text(first.get('num_requests'))} requests {_text(first.get('arrivals'))}",
+    ]
+    if pd.notna(first.get("request_rate")):
+        words.append(f"{first['request_rate']:g} requests/s")
+    if pd.notna(first.get("concurrency")):
+        words.append(f"concurrency {int(first['concurrency'])}")
+    words.append(f"adapters {first['num_adapters']} {first['popularity']}, rank-equivalent")
+    words[-1] += f" {_text(first.get('rank_equivalent'))}"
+    words.append("/".join(sorted(set(part["provenance"]))))
+    return ", ".join(words)
+
+
+def _text(value: object) -> str:
+    if value is None or value is pd.NA or (isinstance(value, float) and np.isnan(value)):
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def render(frame: pd.DataFrame) -> str:
+    """The table as text, one block per setting, the definitions below; says so when there is nothing."""
+    if frame.empty:
+        return "no stored cells"
+    table = end_table(frame)
+    blocks = []
+    for setting, part in table.groupby("setting", sort=False):
+        blocks.append("\n".join([*textwrap.wrap(str(setting), WIDTH), _grid(part.drop(columns="setting"))]))
+    failed = frame[frame["status"] != "complete"].drop_duplicates("cell")
+    lines = [f"{row.cell}: {row.status}: {row.reason} (log: {row.log})" for row in failed.itertuples()]
+    return "\n\n".join([*blocks, *(["\n".join(lines)] if lines else []), definitions()])
+
+
+def definitions() -> str:
+    """What the table's columns mean, from the one place where metrics are defined."""
+    seen = dict.fromkeys(metrics.lookup(column.source)[0] for column in TABLE)
+    lines = [f"{m.label} ({m.unit}): {m.definition}" for m in seen]
+    lines.append(
+        "± is half the 95 % t interval over the rounds; latencies are means over rounds of the percentile"
+    )
+    return "\n".join(
+        wrapped for line in lines for wrapped in textwrap.wrap(line, WIDTH, subsequent_indent="    ")
+    )
+
+
+def _grid(part: pd.DataFrame) -> str:
+    """Right-aligned columns under two-line headings; names on the left."""
+    heads = [str(column).split("\n") for column in part.columns]
+    cells = [[str(value) for value in row] for row in part.itertuples(index=False)]
+    widths = [max(*(len(t) for t in head), *(len(row[i]) for row in cells)) for i, head in enumerate(heads)]
+    left = {"backend", "status"}
+
+    def line(texts: list[str]) -> str:
+        done = [
+            text.ljust(width) if heads[i][0] in left else text.rjust(width)
+            for i, (text, width) in enumerate(zip(texts, widths, strict=True))
+        ]
+        return "  ".join(done).rstrip()
+
+    top = line([head[0] for head in heads])
+    units = line([head[1] if len(head) > 1 else "" for head in heads])
+    return "\n".join([top, units, "-" * max(len(top), len(units)), *map(line, cells)])
