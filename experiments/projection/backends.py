@@ -214,9 +214,16 @@ def _plain_lora(
             + elementwise_s(gpu, "add", each, part.rank_out)
         )
         moved = BYTES * (weights + each * (3 * part.rank_in + 4 * part.rank_out))
-        one = AdapterWork(seconds, moved, 2 * each * weights, 4, BYTES * weights, eager=True)
-        for _ in range(load.used):
-            total.add(one)
+        total.add(
+            AdapterWork(
+                load.used * seconds,
+                load.used * moved,
+                load.used * 2 * each * weights,
+                load.used * 4,
+                load.used * BYTES * weights,
+                eager=True,
+            )
+        )
     return total
 
 

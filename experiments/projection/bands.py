@@ -1,4 +1,4 @@
-"""Bands around the model's figures, from its held-out errors and from the range of the assumed adapter kernels."""
+"""Bands around the model's figures: its held-out errors, and the range of the assumed adapter kernels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def step_estimate(backend: str, setting: Setting) -> Estimate:
 
 
 def cost_estimate(backend: str, setting: Setting) -> Estimate:
-    """1 - throughput/throughput(base). The base's error is common to both: only the extra part spans the band."""
+    """1 - throughput/throughput(base). The base's error is common: only the extra part spans the band."""
     base = step_time("base", setting).total_s
 
     def cost(constants: AdapterKernelConstants, kernels: float, collectives: float) -> float:

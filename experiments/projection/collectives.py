@@ -57,8 +57,8 @@ def all_reduce_s(gpu: GPU, ranks: int, message_bytes: float, custom: bool = True
 def all_gather_s(gpu: GPU, ranks: int, total_bytes: float) -> float:
     """Seconds of an all-gather whose result has `total_bytes`; always NCCL, with its all-reduce's fixed cost.
 
-    There is no published profile of small all-gathers here; a ring needs half the steps of an all-reduce, a tree
-    about as many. The band of the collectives covers about a third less.
+    There is no published profile of small all-gathers here; a ring needs half the steps of an
+    all-reduce, a tree about as many. The band of the collectives covers about a third less.
     """
     if ranks <= 1:
         return 0.0

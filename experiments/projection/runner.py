@@ -1,8 +1,8 @@
 """Computes the projection's grids and writes them as files that the analysis reads.
 
-Output folder: `projection.parquet` (one row per backend and point, with bands), `crossovers.parquet` (where
-TESSA stops being the fastest), `validation.json`, `assumptions.json`. Every row has `provenance` =
-`modelled`.
+Output folder: `projection.parquet` (one row per backend and point, with bands), `crossovers.parquet` (where TESSA
+stops being the fastest), `validation.json`, `assumptions.json`, and with reference data the two `validation_*.parquet`.
+Every row has `provenance` = `modelled`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import pandas as pd
 from experiments.projection.bands import COLLECTIVE_RATIO, LAYER_RATIO, cost_estimate, speedup_estimate
 from experiments.projection.bands import step_estimate as estimate
 from experiments.projection.hardware import ADAPTER_KERNELS, ADAPTER_KERNELS_FAST, ADAPTER_KERNELS_SLOW, HOST
+from experiments.projection.reference import find_reference
 from experiments.projection.shapes import fused_linears, model_shape
 from experiments.projection.step import Setting, step_time, with_prefill_share
-from experiments.projection.validate import validation
+from experiments.projection.validate import layer_op_errors, slora_errors, validation
 from tessa.errors import UserError
 
 SCHEMA_VERSION = 1
@@ -60,7 +61,7 @@ def _splits(model: str, tp: int) -> bool:
 
 
 def _sweeps(spec: ProjectionSpec) -> Iterator[tuple[str, float, Setting]]:
-    """(sweep, x, setting): throughput over tp with and without custom all-reduce, then one axis at a time at sweep_tp."""
+    """(sweep, x, setting): over tp with and without custom all-reduce, then one axis at a time at `sweep_tp`."""
     for model in spec.models:
         for gpu in spec.gpus:
             start = Setting(model, gpu, spec.sweep_tp, spec.batch, spec.context, 0, rank=spec.rank)
@@ -82,8 +83,15 @@ def _sweeps(spec: ProjectionSpec) -> Iterator[tuple[str, float, Setting]]:
                 yield "prefill_share", share, with_prefill_share(start, share)
 
 
+def parameter_share(setting: Setting) -> float:
+    """Parameters of one adapter over those of the linear layers; also its share of their FLOPs per token."""
+    shape = model_shape(setting.model)
+    parts = [p for linear in fused_linears(shape, 1) for p in linear.parts if p.name in setting.modules]
+    return sum(setting.rank * (p.d_in + p.d_out) for p in parts) / shape.layer_weights
+
+
 def row(backend: str, setting: Setting) -> dict[str, object]:
-    """One modelled row: throughput, adapter cost and speed-up over `slora`, each with its band, and all parts."""
+    """One modelled row: throughput, adapter cost and speed-up over `slora` with bands, and all parts."""
     time, seconds = step_time(backend, setting), estimate(backend, setting)
     cost = cost_estimate(backend, setting)
     speedup = speedup_estimate(backend, "slora", setting)
@@ -128,6 +136,7 @@ def row(backend: str, setting: Setting) -> dict[str, object]:
         "collectives_per_step": time.adapter_collectives,
         "collective_bytes_per_step": time.adapter_collective_bytes,
         "adapter_bytes_per_rank": time.adapter_bytes,
+        "parameter_share": parameter_share(setting),
         "mode": time.mode,
     }
 
@@ -142,7 +151,7 @@ def project(spec: ProjectionSpec) -> pd.DataFrame:
 
 
 def crossovers(frame: pd.DataFrame) -> pd.DataFrame:
-    """Per sweep and rival: the least x from which `tessa` is slower than the rival, or NaN where it never is."""
+    """Per sweep and rival: the least x at which `tessa` is slower than the rival, or NaN where it never is."""
     rows = []
     keys = ["sweep", "model", "gpu"]
     for key, group in frame[frame.sweep != "tp"].groupby(keys):
@@ -178,6 +187,10 @@ def run(
         "collective_ratio_p10_p90": COLLECTIVE_RATIO,
     }
     tables = {"projection.parquet": frame, "crossovers.parquet": crossovers(frame)}
+    reference = find_reference(reference_dir)
+    if reference is not None:
+        tables["validation_layer_ops.parquet"] = layer_op_errors(reference)
+        tables["validation_slora.parquet"] = slora_errors(reference)
     for name, table in tables.items():
         part = out / f"{name}.part"
         table.to_parquet(part, index=False)

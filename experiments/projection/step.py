@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from experiments.projection.backends import AdapterLoad, AdapterWork, bound_s, layer_work
 from experiments.projection.collectives import all_gather_s, collective_s
@@ -72,6 +73,7 @@ class StepTime:
         )
 
 
+@lru_cache(maxsize=65536)
 def base_times(setting: Setting) -> tuple[float, float]:
     """Seconds of the base model's own (kernels, collectives) in one step on one rank."""
     shape, gpu = model_shape(setting.model), gpu_named(setting.gpu)
@@ -99,6 +101,7 @@ def base_times(setting: Setting) -> tuple[float, float]:
     return shape.layers * layer + head, shape.layers * 2 * reduce + gather
 
 
+@lru_cache(maxsize=65536)
 def step_time(
     backend: str, setting: Setting, constants: AdapterKernelConstants = ADAPTER_KERNELS
 ) -> StepTime:

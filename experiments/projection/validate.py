@@ -120,12 +120,12 @@ def measured_cells_errors(cells: pd.DataFrame) -> pd.DataFrame | None:
     good = good[good.output_tokens_per_s > 0].assign(seconds=1 / good.output_tokens_per_s)
     means = good.groupby([*_CELL, "backend"], dropna=False)[["seconds", *_COUNTS]].median().reset_index()
     base = means[means.backend == "base"].set_index(_CELL)[["seconds", "collectives_per_step"]]
-    joined = means[means.backend != "base"].join(base, on=_CELL, rsuffix="_base", how="inner")
+    joined = means[means.backend != "base"].join(base.add_suffix("_base"), on=_CELL, how="inner")
     joined["extra_collectives"] = joined.collectives_per_step - joined.collectives_per_step_base.fillna(0)
     joined = joined.dropna(subset=[*_COUNTS, "seconds_base"])
     if len(joined) < MIN_CELLS:
         return None
-    keys = joined[[*_CELL, "backend"]].astype(str).agg("|".join, axis=1)
+    keys = ["|".join(map(str, key)) for key in joined[[*_CELL, "backend"]].itertuples(index=False)]
     held = np.array([zlib.crc32(key.encode()) % 2 == 1 for key in keys])
     if held.all() or not held.any():
         return None
