@@ -184,7 +184,7 @@ def _tessa_wide(
         extra = load.slots * widths[0]
         grown = matmul_s(gpu, load.tokens, base_out + extra, base_in)
         weights, routed = extra * base_in, widths[0]
-    route = float(elementwise_s(gpu, "add", load.tokens, routed))
+    route = max(c.small_s, float(elementwise_s(gpu, "add", load.tokens, routed)))
     seconds = float(grown - matmul_s(gpu, load.tokens, base_out, base_in)) + route
     moved = BYTES * (weights + 3 * load.tokens * routed)
     work = AdapterWork(max(seconds, route), moved, 2 * load.tokens * weights, 1, BYTES * weights, mode="wide")
@@ -231,8 +231,7 @@ def _enabled(
     gpu: GPU, c: AdapterKernelConstants, load: AdapterLoad, tp: int, linear: FusedLinear, parts: list[Linear]
 ) -> AdapterWork:
     """Adapter support on, no adapter used: the two kernels start and leave at once."""
-    fixed = gpu.elementwise["add"].fixed_s
-    return AdapterWork(seconds=2 * fixed, kernels=2)
+    return AdapterWork(seconds=2 * c.small_s, kernels=2)
 
 
 _Rule = Callable[[GPU, AdapterKernelConstants, AdapterLoad, int, FusedLinear, list[Linear]], AdapterWork]

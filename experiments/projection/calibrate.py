@@ -25,14 +25,20 @@ LARGE_BYTES = 16 * 1024**2
 VIDUR_GPUS = {"a100": "a100-80", "h100": "h100"}
 
 
+def _columns(rows: pd.DataFrame) -> dict[str, np.ndarray]:
+    return {name: rows[name].to_numpy(float) for name in ("num_tokens", "d_out", "d_in", "seconds")}
+
+
 def fit_matmul(frame: pd.DataFrame, gpu_name: str) -> MatmulConstants:
     """Least squares of log errors over the five constants; robust, since library choices make outliers."""
-    gpu, rows = GPUS[gpu_name], frame[frame.kind == "matmul"]
+    gpu, rows = GPUS[gpu_name], _columns(frame[frame.kind == "matmul"])
     scale = np.array([1e-6, 1, 1, 10, 1])
 
     def residual(p: np.ndarray) -> np.ndarray:
         constants = MatmulConstants(*(p * scale))
-        return np.log(matmul_s(gpu, rows.num_tokens, rows.d_out, rows.d_in, constants) / rows.seconds)
+        return np.log(
+            matmul_s(gpu, rows["num_tokens"], rows["d_out"], rows["d_in"], constants) / rows["seconds"]
+        )
 
     fit = least_squares(
         residual,
@@ -46,12 +52,14 @@ def fit_matmul(frame: pd.DataFrame, gpu_name: str) -> MatmulConstants:
 
 def fit_elementwise(frame: pd.DataFrame, gpu_name: str, kind: str) -> ElementwiseConstants:
     """Fixed cost, row latency and bandwidth share of one kind of row-wise kernel."""
-    gpu, rows = GPUS[gpu_name], frame[frame.kind == kind]
+    gpu, rows = GPUS[gpu_name], _columns(frame[frame.kind == kind])
     scale = np.array([1e-6, 1e-10, 1])
 
     def residual(p: np.ndarray) -> np.ndarray:
         constants = ElementwiseConstants(*(p * scale))
-        return np.log(elementwise_s(gpu, kind, rows.num_tokens, rows.d_out, constants) / rows.seconds)
+        return np.log(
+            elementwise_s(gpu, kind, rows["num_tokens"], rows["d_out"], constants) / rows["seconds"]
+        )
 
     fit = least_squares(
         residual, [2, 3, 0.8], bounds=([0.5, 0, 0.1], [10, 50, 1.0]), loss="soft_l1", f_scale=0.1
@@ -71,17 +79,19 @@ def fit_links(reference: Path, gpu: str) -> dict[int, Link]:
     Waiting for late peers only adds, so fewer ranks never get a larger fixed cost than more ranks.
     """
     links: dict[int, Link] = {}
-    for ranks, group in all_reduce(reference, gpu).groupby("ranks"):
+    table = all_reduce(reference, gpu)
+    for ranks in sorted(int(n) for n in table.ranks.unique()):
+        group = table[table.ranks == ranks]
         group = group[group.ranks_per_node == group.ranks_per_node.max()]
         alpha = float(group[group.bytes <= SMALL_BYTES].seconds.min())
         large = envelope(group[group.bytes >= LARGE_BYTES], per_octave=8)
-        moved, seconds = large.bytes * 2 * (ranks - 1) / ranks, large.seconds.to_numpy()
+        moved, seconds = large.bytes.to_numpy() * 2 * (ranks - 1) / ranks, large.seconds.to_numpy()
 
-        def residual(p: np.ndarray, moved: pd.Series = moved, seconds: np.ndarray = seconds) -> np.ndarray:
+        def residual(p: np.ndarray, moved: np.ndarray = moved, seconds: np.ndarray = seconds) -> np.ndarray:
             return (p[0] * 1e-6 + moved / (p[1] * 1e9)) / seconds - 1
 
         fit = least_squares(residual, [alpha * 1e6 + 5, 150], bounds=([alpha * 1e6, 1], [100, 1000]))
-        links[int(ranks)] = Link(alpha, float(fit.x[0]) * 1e-6, float(fit.x[1]) * 1e9)
+        links[ranks] = Link(alpha, float(fit.x[0]) * 1e-6, float(fit.x[1]) * 1e9)
     for ranks in links:
         links[ranks] = replace(links[ranks], alpha_s=min(links[n].alpha_s for n in links if n >= ranks))
     return links

@@ -74,15 +74,16 @@ class GPU:
 class AdapterKernelConstants:
     """Grouped kernels over adapters (shrink, expand, one-stage slice). Assumed; all backends share them.
 
-    `fixed_s`: about 10 us (14 us before tuning) is reported for a captured expand kernel of a fused
-    projection in decode (vLLM pull request 32425); a pair is often quoted as twice that. 3 to 12 us is used
-    as the range of the band. `memory_share`: many short rows of different adapters reach less of the
-    bandwidth than one dense weight.
+    `fixed_s`: about 10 us (14 us before tuning) is reported for a captured expand kernel of a fused projection in decode
+    (vLLM pull request 32425); 3 to 12 us is the range of the band. `memory_share`: many short rows of different adapters
+    reach less of the bandwidth than one dense weight. `small_s`: a kernel that does next to nothing, such as TESSA's
+    routing or a grouped kernel that finds no adapter; in a graph one costs 2 to 5 us with its gap.
     """
 
     fixed_s: float = 7.0e-6
     memory_share: float = 0.5
     flop_share: float = 0.3
+    small_s: float = 2.5e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ class HostConstants:
 
 
 ADAPTER_KERNELS = AdapterKernelConstants()
-ADAPTER_KERNELS_FAST = AdapterKernelConstants(fixed_s=3.0e-6, memory_share=0.8, flop_share=0.5)
-ADAPTER_KERNELS_SLOW = AdapterKernelConstants(fixed_s=12.0e-6, memory_share=0.3, flop_share=0.2)
+ADAPTER_KERNELS_FAST = AdapterKernelConstants(3.0e-6, 0.8, 0.5, 1.0e-6)
+ADAPTER_KERNELS_SLOW = AdapterKernelConstants(12.0e-6, 0.3, 0.2, 4.0e-6)
 HOST = HostConstants()
 
 # Fitted by calibrate.py; see the module docstring.

@@ -33,12 +33,14 @@ def layer_op_errors(reference: Path) -> pd.DataFrame:
     """Rows of the per-op profile with `predicted_s`, `ratio` (predicted over measured) and `held_out`."""
     frame = layer_ops(reference)
     frame["predicted_s"] = np.nan
-    for (short, kind), rows in frame.groupby(["gpu", "kind"]):
+    for key, rows in frame.groupby(["gpu", "kind"]):
+        short, kind = (str(part) for part in key)
         gpu = gpu_named(VIDUR_GPUS[short])
+        tokens, d_out, d_in = (rows[name].to_numpy(float) for name in ("num_tokens", "d_out", "d_in"))
         if kind == "matmul":
-            seconds = matmul_s(gpu, rows.num_tokens, rows.d_out, rows.d_in)
+            seconds = matmul_s(gpu, tokens, d_out, d_in)
         else:
-            seconds = elementwise_s(gpu, kind, rows.num_tokens, rows.d_out)
+            seconds = elementwise_s(gpu, kind, tokens, d_out)
         frame.loc[rows.index, "predicted_s"] = seconds
     frame["ratio"] = frame.predicted_s / frame.seconds
     return frame.assign(held_out=frame.model != CALIBRATION_MODEL)
@@ -58,9 +60,10 @@ def all_reduce_errors(reference: Path) -> pd.DataFrame:
     for short, name in VIDUR_GPUS.items():
         table = all_reduce(reference, short)
         table = table[(table.ranks == table.ranks_per_node) & (table.bytes > SMALL_BYTES)]
-        for ranks, rows in table[table.bytes < LARGE_BYTES].groupby("ranks"):
-            least = envelope(rows)
-            predicted = [all_reduce_s(gpu_named(name), int(ranks), b, custom=False) for b in least.bytes]
+        table = table[table.bytes < LARGE_BYTES]
+        for ranks in sorted(int(n) for n in table.ranks.unique()):
+            least = envelope(table[table.ranks == ranks])
+            predicted = [all_reduce_s(gpu_named(name), ranks, float(b), custom=False) for b in least.bytes]
             frames.append(least.assign(gpu=name, predicted_s=predicted))
     frame = pd.concat(frames, ignore_index=True)
     return frame.assign(ratio=frame.predicted_s / frame.seconds)
@@ -68,17 +71,19 @@ def all_reduce_errors(reference: Path) -> pd.DataFrame:
 
 def slora_errors(reference: Path) -> pd.DataFrame:
     """Measured and predicted losses of S-LoRA's figure, in share of base throughput."""
-    figure, rows = slora_figure(reference), []
-    for row in figure.itertuples():
-        p = predict(MODELS[row.model], GPU_NAMES[row.gpu], row.gpus, row.adapters, row.base_only)
+    rows = []
+    for row in slora_figure(reference).to_dict("records"):
+        base = float(row["base_only"])
+        gpus, adapters = int(row["gpus"]), int(row["adapters"])
+        p = predict(MODELS[row["model"]], GPU_NAMES[row["gpu"]], gpus, adapters, base)
         rows.append(
             {
-                "model": row.model,
-                "gpus": row.gpus,
-                "adapters": row.adapters,
-                "loss": 1 - row.slora / row.base_only,
+                "model": row["model"],
+                "gpus": gpus,
+                "adapters": adapters,
+                "loss": 1 - float(row["slora"]) / base,
                 "predicted_loss": p.loss,
-                "loss_without_communication": 1 - row.slora_no_lora_communication / row.base_only,
+                "loss_without_communication": 1 - float(row["slora_no_lora_communication"]) / base,
                 "predicted_loss_without_communication": p.loss_without_communication,
                 "base_batch": p.base_batch,
                 "batch": p.batch,
