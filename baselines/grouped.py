@@ -29,14 +29,14 @@ class GroupedWrapper(RoutingWrapper):
 
     def product(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``rows[i] @ weights[slot_i]^T``; rows ``[n, k]`` in slot order, weights ``[S, m, k]``, result ``[n, m]``."""
-        groups = self.routing.groups
+        groups = self.step.groups
         if len(groups) == 1:
             return torch.mm(rows, weights[groups[0]].t())
-        return grouped_mm(rows, weights.transpose(1, 2), offs=self.routing.ends)
+        return grouped_mm(rows, weights.transpose(1, 2), offs=self.step.ends)
 
     def _shrunk(self, x: torch.Tensor, lora_a: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """``[n, r]`` per projection, in slot order."""
-        rows = self.routing.gather(x)
+        rows = self.step.gather(x)
         joint = self._joint.get(lora_a[0].data_ptr())
         if joint is not None:
             return list(self.product(rows, joint).chunk(len(lora_a), dim=1))
@@ -51,16 +51,16 @@ class GroupedWrapper(RoutingWrapper):
         start: int,
     ) -> None:
         for rows, b, size in zip(shrunk, lora_b, sizes, strict=True):
-            self.routing.add_rows(y[:, start : start + size], self.product(rows, b.squeeze(1)))
+            self.step.add_rows(y[:, start : start + size], self.product(rows, b.squeeze(1)))
             start += size
 
     def add_shrink(
         self, y: Any, x: torch.Tensor, lora_a_stacked: Sequence[torch.Tensor], scale: float, **kwargs: Any
     ) -> None:
-        if not self.routing.rows:
+        if not self.step.rows:
             return
         for out, rows in zip(y, self._shrunk(x.view(-1, x.shape[-1]), lora_a_stacked), strict=True):
-            self.routing.add_rows(out, rows.to(out.dtype) if scale == 1.0 else rows.to(out.dtype) * scale)
+            self.step.add_rows(out, rows.to(out.dtype) if scale == 1.0 else rows.to(out.dtype) * scale)
 
     def add_expand(
         self,
@@ -72,9 +72,9 @@ class GroupedWrapper(RoutingWrapper):
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        if not self.routing.rows:
+        if not self.step.rows:
             return
-        rows = [self.routing.gather(xi).to(y.dtype) for xi in x]
+        rows = [self.step.gather(xi).to(y.dtype) for xi in x]
         self._expand_rows(y.view(-1, y.shape[-1]), rows, lora_b_stacked, output_slices, offset_start)
 
     def add_lora_linear(
@@ -88,7 +88,7 @@ class GroupedWrapper(RoutingWrapper):
         **kwargs: Any,
     ) -> None:
         """Both steps at once: the intermediate stays in slot order, so it is neither scattered nor gathered."""
-        if not self.routing.rows:
+        if not self.step.rows:
             return
         shrunk = self._shrunk(x, lora_a_stacked)
         if scale != 1.0:
@@ -102,8 +102,8 @@ class PerAdapterWrapper(GroupedWrapper):
     def product(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = rows.new_empty(rows.shape[0], weights.shape[1])
         start = 0
-        ends = self.routing.ends.tolist()
-        for slot in self.routing.groups:
+        ends = self.step.ends.tolist()
+        for slot in self.step.groups:
             torch.mm(rows[start : ends[slot]], weights[slot].t(), out=out[start : ends[slot]])
             start = ends[slot]
         return out

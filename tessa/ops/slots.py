@@ -25,8 +25,8 @@ class SlotPart:
     Args:
         num_slots: S.
         length: length of the delta's other side: d_out for the in part, d_in for the out part.
-        capacity: rows K to allocate at once, rounded up to whole 16 bytes; needed where buffers must not move (CUDA graphs); None grows as
-            adapters come.
+        capacity: rows K to allocate at once, rounded up to whole 16 bytes; needed where buffers must not move.
+            None grows as adapters come.
     """
 
     def __init__(

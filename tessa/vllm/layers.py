@@ -20,14 +20,15 @@ from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from tessa.ops import cpu
-from tessa.ops.routing import Routing
+from tessa.budget import width_for
+from tessa.errors import UserError
+from tessa.ops.products import GrowingProducts, Products, StaticProducts, wide_limit
 from tessa.ops.schedule import Schedule
-from tessa.ops.slots import SlotPart
-from tessa.slices import LocalSlice, Slice
+from tessa.slices import LocalSlice, Parallel, Placement, Slice
 
 if TYPE_CHECKING:
     from vllm.lora.punica_wrapper import PunicaWrapperBase
@@ -57,54 +58,102 @@ class Projection:
     replicas: int = 1
 
 
+@dataclass(frozen=True)
+class LayerOptions:
+    """How the engine's layers keep their slots; the hook sets it before vLLM wraps the model's layers.
+
+    Attributes:
+        static: buffers at fixed addresses (`StaticProducts`), needed where steps are captured in graphs.
+        placement: the placement that static buffers have room for.
+        rank: the largest rank-equivalent, from which static buffers take their width.
+        shards: P, for the width of slices along the sharded dimension.
+    """
+
+    schedule: Schedule
+    static: bool
+    placement: Placement
+    rank: float
+    shards: int
+
+
 class TessaLinear:
     """Slots and products of a TESSA layer; mixed in before the vLLM layer class that owns `forward`."""
 
-    parallel: str
+    parallel: Parallel
+    options: LayerOptions
     base_layer: Any
     tp_size: int
     tp_rank: int
     punica_wrapper: PunicaWrapperBase
-    # Set on the class by the hook before vLLM wraps the model's layers: how each step picks its products.
-    schedule: Schedule
 
     def projections(self) -> tuple[Projection, ...]:
         """The projections fused in this layer, in the order of its output."""
         raise TypeError(f"{type(self).__name__} does not say which projections it holds")
 
     def create_lora_weights(self, max_loras: int, lora_config: LoRAConfig, model_config: Any = None) -> None:
-        self.lora_config = lora_config
+        self.lora_config, self.num_slots = lora_config, max_loras
         self.parts = self.projections()
         self.n_slices = len(self.parts)
-        d_out = self.parts[-1].rows[1]
-        d_in = self.parts[0].d_in // (self.tp_size if self.parallel == "row" else 1)
-        dtype, device = lora_config.lora_dtype, self.device  # type: ignore[attr-defined]
-        self.slot_in = SlotPart(max_loras, d_out, dtype, device)
-        self.slot_out = SlotPart(max_loras, d_in, dtype, device)
-        self._wide: tuple[tuple[int, int], Any] | None = None
+        self.d_out = self.parts[-1].rows[1]
+        self.d_in = self.parts[0].d_in // (self.tp_size if self.parallel == "row" else 1)
+        weight = plain_weight(self.base_layer)
+        options = self.options
+        if not options.static:
+            self.products: Products = GrowingProducts(
+                max_loras,
+                self.d_out,
+                self.d_in,
+                lora_config.lora_dtype,
+                options.schedule,
+                weight,
+                packed_gemm,
+            )
+            return
+        if weight is None:
+            raise UserError(
+                f"TESSA's fixed buffers need an unquantised base weight, which {type(self.base_layer).__name__} does "
+                "not have here; serve this model with an unquantised checkpoint"
+            )
+        axis = "in" if (options.placement == "across") == (self.parallel == "column") else "out"
+        width = self.reserved_rows(axis)
+        limit = wide_limit(options.schedule, max_loras, width, self.d_out if axis == "in" else self.d_in)
+        static = StaticProducts(max_loras, width, axis, weight, limit)
+        if self.base_layer.weight.numel():
+            self.base_layer.weight.data = static.base_weight
+        self.products = static
+
+    def reserved_rows(self, axis: str) -> int:
+        """Rows that the largest adapter needs on this rank: fused projections share columns and stack rows."""
+        options = self.options
+        along = options.placement == "along"
+        segments = options.shards if along else 1
+        widths = []
+        for p in self.parts:
+            width = width_for(options.rank, p.d_out, p.d_in, axis, segments)  # type: ignore[arg-type]
+            widths.append(width * p.replicas // self.tp_size if along else width)
+        return max(widths) if axis == "in" else sum(widths)
 
     @property
     def lora_a_stacked(self) -> tuple[torch.Tensor, ...]:
         """Shapes alone, for vLLM's warm-up, which makes an all-zero adapter from them."""
-        slots = self.slot_in.num_slots
-        return tuple(
-            torch.empty(slots, 1, 1, p.d_in, dtype=self.slot_in.dtype, device="meta") for p in self.parts
-        )
+        return tuple(torch.empty(self.num_slots, 1, 1, p.d_in, device="meta") for p in self.parts)
 
     @property
     def lora_b_stacked(self) -> tuple[torch.Tensor, ...]:
-        slots = self.slot_in.num_slots
-        return tuple(
-            torch.empty(slots, 1, p.d_out, 1, dtype=self.slot_in.dtype, device="meta") for p in self.parts
-        )
+        return tuple(torch.empty(self.num_slots, 1, p.d_out, 1, device="meta") for p in self.parts)
 
     def reset_lora(self, index: int) -> None:
-        self.slot_in.clear(index)
-        self.slot_out.clear(index)
+        self.products.clear(index)
 
     def local(self, projection: Projection, s: Slice) -> LocalSlice:
         """This rank's share of a projection's slice; UserError where the slice does not fit this TP degree."""
-        return s.local(self.tp_rank, self.tp_size, self.parallel, replicas=projection.replicas)  # type: ignore[arg-type]
+        return s.local(self.tp_rank, self.tp_size, self.parallel, replicas=projection.replicas)
+
+    def check(self, slices: Sequence[Slice | None]) -> None:
+        """Refuse an adapter that does not fit this layer; ``slices`` follow `projections`."""
+        held = [(p, self.local(p, s)) for p, s in zip(self.parts, slices, strict=True) if s is not None]
+        columns = {i for _, local in held if local.axis == "in" for i in local.indices}
+        self.products.check(len(columns), sum(local.width for _, local in held if local.axis == "out"))
 
     def set_lora(
         self,
@@ -114,80 +163,53 @@ class TessaLinear:
     ) -> None:
         deltas = [lora_a] if isinstance(lora_a, torch.Tensor) else list(lora_a)
         geometry = [lora_b] if isinstance(lora_b, torch.Tensor) else list(lora_b)
-        self.reset_lora(index)
         if any(g is not None and g.is_floating_point() for g in geometry):
-            return  # vLLM's all-zero warm-up adapter: an empty slot is what it computes
-        ins: list[tuple[Projection, LocalSlice, torch.Tensor]] = []
-        outs: list[tuple[Projection, LocalSlice, torch.Tensor]] = []
+            self.products.clear(index)  # vLLM's all-zero warm-up adapter: an empty slot is what it computes
+            return
+        held: list[tuple[Projection, LocalSlice, torch.Tensor]] = []
         for projection, delta, encoded in zip(self.parts, deltas, geometry, strict=True):
-            if delta is None or encoded is None:
-                continue
-            s = decode_slice(encoded)
-            held = self.local(projection, s)
-            (ins if s.axis == "in" else outs).append((projection, held, held.take(delta)))
-        if ins:
-            self._set_in(index, ins)
-        if outs:
-            rows = [torch.tensor(h.shifted(p.rows[0]).indices, dtype=torch.int64) for p, h, _ in outs]
-            self.slot_out.set(index, torch.cat(rows), torch.cat([delta for _, _, delta in outs]))
+            if delta is not None and encoded is not None:
+                local = self.local(projection, decode_slice(encoded))
+                held.append((projection, local, local.take(delta)))
+        ins = [entry for entry in held if entry[1].axis == "in"]
+        outs = [entry for entry in held if entry[1].axis == "out"]
+        self.products.set(index, self._columns(ins) if ins else None, self._rows(outs) if outs else None)
 
-    def _set_in(self, index: int, ins: list[tuple[Projection, LocalSlice, torch.Tensor]]) -> None:
+    @staticmethod
+    def _rows(outs: list[tuple[Projection, LocalSlice, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output positions in the fused output, and their delta rows."""
+        rows = [torch.tensor(local.shifted(p.rows[0]).indices, dtype=torch.int64) for p, local, _ in outs]
+        return torch.cat(rows), torch.cat([delta for _, _, delta in outs])
+
+    def _columns(
+        self, ins: list[tuple[Projection, LocalSlice, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Fused projections read one input, so their slices share rows of the slot where their columns coincide."""
-        wanted = [torch.tensor(held.indices, dtype=torch.int64) for _, held, _ in ins]
+        wanted = [torch.tensor(local.indices, dtype=torch.int64) for _, local, _ in ins]
         columns = torch.unique(torch.cat(wanted))
-        delta = torch.zeros(len(columns), self.slot_in.length, dtype=ins[0][2].dtype)
+        delta = torch.zeros(len(columns), self.d_out, dtype=ins[0][2].dtype)
         for (projection, _, part), own in zip(ins, wanted, strict=True):
             start, stop = projection.rows
             delta[torch.searchsorted(columns, own), start:stop] = part.t()
-        self.slot_in.set(index, columns, delta)
+        return columns, delta
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        routing: Routing = self.punica_wrapper.routing  # type: ignore[attr-defined]
-        use_in, use_out = self.slot_in.used > 0, self.slot_out.used > 0
-        if not routing.rows or not (use_in or use_out):
-            return self._base(x, bias)
-        shape = x.shape
-        x = x.reshape(-1, shape[-1])
-        part = self.slot_in if use_in else self.slot_out
-        one_part = use_in != use_out
-        if one_part and self.can_widen and self.schedule.wide(routing, part, x.shape[0] * x.shape[1]):
-            y = self._wide_product(x, routing, use_in)
-            if bias is not None:
-                y += bias
-        else:
-            y = self._base(x, bias)
-            if use_in:
-                cpu.segmented_in(y, x, self.slot_in, routing)
-            if use_out:
-                cpu.segmented_out(y, x, self.slot_out, routing)
-        return y.view(*shape[:-1], y.shape[-1])
-
-    @property
-    def can_widen(self) -> bool:
-        """Whether the base weight is at hand unquantised and unpacked."""
-        return hasattr(self.base_layer, "unpacked_weight")
+        flat = x.reshape(-1, x.shape[-1])
+        y = self.products.apply(self._base, flat, bias, self.punica_wrapper.step)  # type: ignore[attr-defined]
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def _base(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._get_quant_method().apply(self.base_layer, x, bias)  # type: ignore[attr-defined]
 
-    def _wide_product(self, x: torch.Tensor, routing: Routing, use_in: bool) -> torch.Tensor:
-        product = self._wide_gemm()
-        if use_in:
-            return product(cpu.widen_input(x, self.slot_in, routing))
-        return cpu.narrow_output(product(x), self.parts[-1].rows[1], self.slot_out, routing)
 
-    def _wide_gemm(self) -> Any:
-        """The packed product over ``[W, D_1 ... D_S]``, rebuilt when a slot has changed."""
-        version = (self.slot_in.version, self.slot_out.version)
-        if self._wide is None or self._wide[0] != version:
-            weight = self.base_layer.unpacked_weight
-            wide = (
-                cpu.wide_weight_in(weight, self.slot_in)
-                if self.slot_in.used
-                else cpu.wide_weight_out(weight, self.slot_out)
-            )
-            self._wide = (version, packed_gemm(wide))
-        return self._wide[1]
+def plain_weight(layer: Any) -> torch.Tensor | None:
+    """A layer's unquantised weight ``[d_out, d_in]``, None where there is none (any more)."""
+    kept = getattr(layer, "unpacked_weight", None)
+    if kept is not None:
+        return kept
+    weight = getattr(layer, "weight", None)
+    unquantised = isinstance(layer.quant_method, UnquantizedLinearMethod)
+    return weight.data if unquantised and weight is not None and weight.numel() else None
 
 
 def packed_gemm(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -201,7 +223,7 @@ def packed_gemm(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 class TessaColumnLinear(TessaLinear, ColumnParallelLinearWithLoRA):
     """q/k/v, gate/up and single column-parallel layers; `forward` is vLLM's."""
 
-    parallel = "column"
+    parallel: Parallel = "column"
 
     def projections(self) -> tuple[Projection, ...]:
         layer = self.base_layer
@@ -237,7 +259,7 @@ class TessaColumnLinear(TessaLinear, ColumnParallelLinearWithLoRA):
 class TessaRowLinear(TessaLinear, RowParallelLinearWithLoRA):
     """o and down: the delta adds to the partial sum that the base layer all-reduces anyway."""
 
-    parallel = "row"
+    parallel: Parallel = "row"
 
     def projections(self) -> tuple[Projection, ...]:
         layer = self.base_layer

@@ -107,8 +107,9 @@ class Counting:
 
         self._replace(layer, "apply", counted)
         self._replace(layer, "_get_quant_method", lambda original: lambda: Method(original()))
-        if hasattr(layer, "_wide_gemm"):
-            self._replace(layer, "_wide_gemm", lambda original: lambda: base(original()))
+        products = getattr(layer, "products", None)
+        if hasattr(products, "wide_gemm"):
+            self._replace(products, "wide_gemm", lambda original: lambda: base(original()))
 
     def remove(self) -> None:
         while self._undo:
@@ -149,8 +150,8 @@ def adapter_bytes(model: torch.nn.Module) -> int:
     """Bytes that a rank holds for its resident adapter slots."""
     total = 0
     for layer in model.modules():
-        if hasattr(layer, "slot_in"):
-            total += layer.slot_in.nbytes + layer.slot_out.nbytes
+        if hasattr(layer, "products"):
+            total += layer.products.nbytes
         elif hasattr(layer, "lora_a_stacked"):
             total += sum(t.nbytes for t in (*layer.lora_a_stacked, *layer.lora_b_stacked))
     return total

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tessa.errors import UserError
+from tessa.ops.routing import route
+from tessa.ops.schedule import Schedule
+from tessa.ops.slots import SlotPart
+
+
+def part(slots: int, width: int = 16, length: int = 4096) -> SlotPart:
+    made = SlotPart(slots, length, torch.float32, torch.device("cpu"))
+    for slot in range(slots):
+        made.set(slot, torch.arange(width), torch.zeros(width, length))
+    return made
+
+
+def test_forced_modes_ignore_the_rule() -> None:
+    routing = route(torch.zeros(4096, dtype=torch.int64), 64)
+    assert Schedule("wide").wide(routing, part(2), 10**9)
+    assert not Schedule("segmented").wide(route(torch.zeros(1, dtype=torch.int64), 2), part(2), 1)
+
+
+def test_auto_turns_from_wide_to_segmented_as_tokens_and_slots_grow() -> None:
+    def choice(tokens: int, slots: int) -> bool:
+        routing = route(torch.arange(tokens) % slots, slots)
+        return Schedule().wide(routing, part(slots), tokens * 1024)
+
+    assert choice(1, 2)
+    assert not choice(4096, 8)
+    assert not choice(32, 64)
+    wide = [choice(tokens, 8) for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    assert wide == sorted(wide, reverse=True), "once segmented is cheaper it stays cheaper"
+
+
+def test_unknown_schedule_names_the_allowed() -> None:
+    with pytest.raises(UserError, match="auto, wide, segmented"):
+        Schedule("fast")  # type: ignore[arg-type]
