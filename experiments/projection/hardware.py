@@ -74,10 +74,10 @@ class GPU:
 class AdapterKernelConstants:
     """Grouped kernels over adapters (shrink, expand, one-stage slice). Assumed; all backends share them.
 
-    `fixed_s`: about 10 us (14 us before tuning) is reported for a captured expand kernel of a fused projection in decode
-    (vLLM pull request 32425); 3 to 12 us is the range of the band. `memory_share`: many short rows of different adapters
-    reach less of the bandwidth than one dense weight. `small_s`: a kernel that does next to nothing, such as TESSA's
-    routing or a grouped kernel that finds no adapter; in a graph one costs 2 to 5 us with its gap.
+    `fixed_s`: about 10 us (14 us before tuning) is reported for a captured expand kernel of a fused projection in
+    decode (vLLM pull request 32425); 3 to 12 us is the range of the band. `memory_share`: many short rows of different
+    adapters reach less of the bandwidth than one dense weight. `small_s`: a kernel that does next to nothing, such as
+    TESSA's routing or a grouped kernel that finds no adapter; in a graph one costs 2 to 5 us with its gap.
     """
 
     fixed_s: float = 7.0e-6

@@ -37,10 +37,8 @@ def layer_op_errors(reference: Path) -> pd.DataFrame:
         short, kind = (str(part) for part in key)
         gpu = gpu_named(VIDUR_GPUS[short])
         tokens, d_out, d_in = (rows[name].to_numpy(float) for name in ("num_tokens", "d_out", "d_in"))
-        if kind == "matmul":
-            seconds = matmul_s(gpu, tokens, d_out, d_in)
-        else:
-            seconds = elementwise_s(gpu, kind, tokens, d_out)
+        product = kind == "matmul"
+        seconds = matmul_s(gpu, tokens, d_out, d_in) if product else elementwise_s(gpu, kind, tokens, d_out)
         frame.loc[rows.index, "predicted_s"] = seconds
     frame["ratio"] = frame.predicted_s / frame.seconds
     return frame.assign(held_out=frame.model != CALIBRATION_MODEL)
