@@ -1,0 +1,242 @@
+"""Training cost of TESSA beside LoRA at equal budget: step time and peak memory.
+
+    python -m experiments.bench_training --rank 16 --placement across along
+
+Every round runs one optimizer step of each method on the same batch, in rotating order; time ratios are formed
+within a round, and their median and quartiles are reported. The step's peak memory is the most that the
+allocator had handed out at once during a step (profiled on the CPU, counted by CUDA's allocator on a GPU), on top
+of the weights and the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass
+class Measured:
+    """One method: parameters it trains, and per round the step's wall time and this process's CPU time, in seconds.
+
+    CPU time is the steadier of the two on a machine that others use; on a GPU it is the host's share only.
+    ``step_peak_bytes`` counts activations, gradients and temporaries of a step; ``resident_bytes`` what stays between
+    steps: base weights, adapter, and the optimizer's moments.
+    """
+
+    method: str
+    parameters: int
+    step_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    step_peak_bytes: int = 0
+    resident_bytes: int = 0
+
+
+class Trainee:
+    """A model in training: one `step` is forward, backward and AdamW on a batch."""
+
+    def __init__(self, method: str, model: torch.nn.Module, autocast: torch.dtype | None) -> None:
+        import torch
+
+        self.model, self.autocast = model.train(), autocast
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=1e-4, foreach=True)
+        self.measured = Measured(method, sum(p.numel() for p in trainable))
+
+    def step(self, ids: torch.Tensor) -> None:
+        import torch
+
+        with torch.autocast(ids.device.type, self.autocast, enabled=self.autocast is not None):
+            loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def timed_step(self, ids: torch.Tensor) -> None:
+        import torch
+
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        self.step(ids)
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        self.measured.step_s.append(time.perf_counter() - start)
+        self.measured.cpu_s.append(time.process_time() - cpu_start)
+
+    def measure_memory(self, ids: torch.Tensor) -> None:
+        self.measured.step_peak_bytes = step_peak_bytes(lambda: self.step(ids), ids.is_cuda)
+        state = [t for s in self.optimizer.state.values() for t in s.values() if hasattr(t, "nbytes")]
+        self.measured.resident_bytes = sum(t.nbytes for t in (*self.model.parameters(), *state))
+
+
+def step_peak_bytes(step: Any, cuda: bool) -> int:
+    """Most memory that tensors made during ``step()`` hold at once, in bytes."""
+    import torch
+
+    if cuda:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step()
+    changes: list[tuple[int, int]] = []
+    profiler: Any = profile.profiler
+    pending = list(profiler.kineto_results.experimental_event_tree())
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    if not changes:
+        raise RuntimeError("the profiler recorded no allocations; this build of torch cannot measure memory")
+    held = peak = 0
+    for _, size in sorted(changes):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def build(args: argparse.Namespace) -> list[Trainee]:
+    """LoRA first, then TESSA in each placement, on copies of one base model."""
+    import peft
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tessa.budget import budget_of
+    from tessa.peft import TessaConfig
+
+    torch.manual_seed(0)
+    head_dim = 64
+    config = LlamaConfig(
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate or args.hidden * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // head_dim,
+        num_key_value_heads=max(args.hidden // head_dim // args.gqa, 1),
+        head_dim=head_dim,
+        vocab_size=args.vocab,
+        max_position_embeddings=args.tokens,
+        use_cache=False,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base: torch.nn.Module = LlamaForCausalLM(config)
+    base = base.to(device=device, dtype=getattr(torch, args.dtype))
+    autocast = getattr(torch, args.autocast) if args.autocast else None
+    configs: list[tuple[str, Any]] = [
+        ("lora", peft.LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=TARGETS))
+    ]
+    for placement in args.placement:
+        tessa = TessaConfig(
+            rank_equivalent=args.rank, placement=placement, shards=args.shards, target_modules=TARGETS
+        )
+        configs.append((f"tessa-{placement}", tessa))
+    trainees = []
+    for method, peft_config in configs:
+        model = peft.get_peft_model(copy.deepcopy(base), peft_config)
+        if args.checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        trainees.append(Trainee(method, model, autocast))
+        if method != "lora":
+            print(f"{method}\n{budget_of(peft_config.get_slices(), args.rank).render()}\n")
+    return trainees
+
+
+def run(args: argparse.Namespace) -> list[Measured]:
+    import torch
+
+    trainees = build(args)
+    device = next(trainees[0].model.parameters()).device
+    batches = torch.randint(args.vocab, (args.rounds, args.batch, args.tokens)).to(device)
+    for trainee in trainees:
+        for _ in range(args.warmup):
+            trainee.step(batches[0])
+        trainee.measure_memory(batches[0])
+    for i, ids in enumerate(batches):
+        shift = i % len(trainees)
+        for trainee in trainees[shift:] + trainees[:shift]:
+            trainee.timed_step(ids)
+    return [trainee.measured for trainee in trainees]
+
+
+def ratios(values: list[float], reference: list[float]) -> tuple[float, float, float]:
+    """Quartiles of the ratios formed within each round: (lower, median, upper)."""
+    low, middle, high = statistics.quantiles(
+        [v / r for v, r in zip(values, reference, strict=True)], n=4, method="inclusive"
+    )
+    return low, middle, high
+
+
+def table(results: list[Measured]) -> str:
+    lora = results[0]
+    mib = 2**20
+    lines = [
+        f"{'method':<14} {'parameters':>11} {'step ms':>9} {'time/LoRA (quartiles)':>24} "
+        f"{'CPU/LoRA (quartiles)':>24} {'step peak MiB':>14} {'/LoRA':>6} {'total MiB':>10} {'/LoRA':>6}"
+    ]
+    for m in results:
+        times = [
+            f"{middle:.3f} ({low:.3f}-{high:.3f})"
+            for low, middle, high in (ratios(m.step_s, lora.step_s), ratios(m.cpu_s, lora.cpu_s))
+        ]
+        total, lora_total = (x.step_peak_bytes + x.resident_bytes for x in (m, lora))
+        lines.append(
+            f"{m.method:<14} {m.parameters:>11} {statistics.median(m.step_s) * 1e3:>9.1f} {times[0]:>24} "
+            f"{times[1]:>24} {m.step_peak_bytes / mib:>14.1f} {m.step_peak_bytes / lora.step_peak_bytes:>6.3f} "
+            f"{total / mib:>10.1f} {total / lora_total:>6.3f}"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m experiments.bench_training", description=__doc__)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--intermediate", type=int, default=None, help="default: 11/4 of hidden")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--gqa", type=int, default=2, help="query heads per KV head")
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rank", type=int, default=16, help="LoRA's rank and TESSA's rank-equivalent")
+    parser.add_argument("--placement", nargs="+", default=["across", "along"], choices=["across", "along"])
+    parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="of the base weights"
+    )
+    parser.add_argument("--autocast", default=None, choices=["bfloat16"])
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--json", default=None, help="write all measurements to this file")
+    args = parser.parse_args(argv)
+    if args.rounds < 2:
+        parser.error("--rounds must be at least 2")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    results = run(args)
+    print(table(results))
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"settings": vars(args), "results": [asdict(m) for m in results]}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
