@@ -162,7 +162,7 @@ class _Load:
         for i, record in enumerate(self.records):
             request = requests[i]  # made before the wait, so that its cost is not lag
             await asyncio.sleep(max(0.0, record.scheduled_s - self.now() - self.options.spin_s))
-            while self.now() < record.scheduled_s:
+            while self.options.spin_s and self.now() < record.scheduled_s:
                 await asyncio.sleep(0)
             self._start(i, request)
         while self.tasks:
