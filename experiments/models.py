@@ -133,8 +133,18 @@ def load_named(name: str, conf: Path = CONF) -> ModelSpec:
     return load_spec(yaml.safe_load((conf / f"{name}.yaml").read_text()))
 
 
+def _plain(value: Any) -> Any:
+    """Hydra's containers as dicts and lists, which json can write."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
 def load_spec(values: Mapping[str, Any]) -> ModelSpec:
-    """Check the values of one model (plain containers) and make the specification. Raises UserError."""
+    """Check the values of one model (a dict or Hydra's) and make the specification. Raises UserError."""
+    values = _plain(values)
     known = {f.name for f in fields(ModelSpec)}
     unknown = sorted(set(values) - known)
     if unknown:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from experiments import models
 from experiments.models import ModelSpec, check_parallel, ensure_model, load_named, load_spec
@@ -295,6 +296,13 @@ def test_spec_survives_the_way_to_the_child() -> None:
     for name in ("tiny", "llama3_1_8b"):
         spec = load_named(name)
         assert load_spec(json.loads(json.dumps(asdict(spec)))) == spec
+
+
+def test_spec_from_hydra_is_the_same() -> None:
+    for name in ("tiny", "llama3_1_8b"):
+        spec = load_spec(OmegaConf.create(values(name)))  # type: ignore[arg-type]
+        assert spec == load_named(name)
+        assert spec.hash == load_named(name).hash
 
 
 def test_child_follows_an_override(cache: Path) -> None:
