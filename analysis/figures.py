@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ def throughput_and_cost(part: pd.DataFrame) -> Figure:
     for kind in sorted(set(part["provenance"]) - {"measured"}):
         handles.append(Patch(facecolor="white", edgecolor="black", hatch=style.HATCHES[kind], label=kind))
     figure.legend(handles=handles, loc="outside upper center", ncols=min(8, len(handles)), frameon=False)
-    figure.supxlabel(caption(part), fontsize=5.5, color="#555555")
+    figure.supxlabel("\n".join(textwrap.wrap(caption(part), 150)), fontsize=5.5, color="#555555")
     return figure
 
 

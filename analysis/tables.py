@@ -33,15 +33,15 @@ def _plain(digits: int, scale: float = 1.0) -> Callable[[float], str]:
 
 TABLE = (
     Column("requests_per_s", "requests", "1/s", _plain(2)),
-    Column("output_tokens_per_s", "output tokens", "1/s", _plain(1), interval=True),
-    Column("adapter_cost", "adapter cost", "%", _plain(1, 100), interval=True),
+    Column("output_tokens_per_s", "tokens out", "1/s", _plain(1), interval=True),
+    Column("adapter_cost", "cost", "%", _plain(1, 100), interval=True),
     Column("ttft_s_p50", "TTFT p50", "ms", _plain(0, 1e3)),
     Column("ttft_s_p99", "TTFT p99", "ms", _plain(0, 1e3)),
     Column("tpot_s_p50", "TPOT p50", "ms", _plain(1, 1e3)),
-    Column("collectives_per_step", "collectives", "/step", _plain(1)),
-    Column("collective_bytes_per_step", "coll. KiB", "/step", _plain(1, 2**-10)),
-    Column("adapter_kernels_per_step", "ad. kernels", "/step", _plain(1)),
-    Column("adapter_bytes_per_rank", "adapters MiB", "/rank", _plain(2, 2**-20)),
+    Column("collectives_per_step", "coll.", "/step", _plain(1)),
+    Column("collective_bytes_per_step", "traffic", "KiB/step", _plain(1, 2**-10)),
+    Column("adapter_kernels_per_step", "kernels", "/step", _plain(1)),
+    Column("adapter_bytes_per_rank", "adapters", "MiB/rank", _plain(2, 2**-20)),
 )
 
 
@@ -74,6 +74,8 @@ def end_table(frame: pd.DataFrame) -> pd.DataFrame:
                     row[f"{column.heading}\n{column.unit}"] = _cell(mine, column)
                 row["rounds"] = str(int((mine["status"] == "complete").sum()) or "-")
                 row["status"] = ", ".join(dict.fromkeys(mine["status"]))
+                if "wrong_by_design" in mine and mine["wrong_by_design"].fillna(False).astype(bool).any():
+                    row["status"] += " (outputs wrong by design)"
                 rows.append(row)
     return pd.DataFrame(rows)
 
@@ -131,7 +133,10 @@ def render(frame: pd.DataFrame) -> str:
 def definitions() -> str:
     """What the table's columns mean, from the one place where metrics are defined."""
     seen = dict.fromkeys(metrics.lookup(column.source)[0] for column in TABLE)
-    lines = [f"{m.label} ({m.unit}): {m.definition}" for m in seen]
+    heads = {metrics.lookup(column.source)[0].name: column.heading for column in TABLE}
+    lines = [
+        f"{heads[m.name].split()[0] if m.distribution else heads[m.name]} = {m.definition}" for m in seen
+    ]
     lines.append(
         "± is half the 95 % t interval over the rounds; latencies are means over rounds of the percentile"
     )

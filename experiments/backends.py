@@ -37,7 +37,9 @@ def resolve(backend: BackendConfig, device: str) -> BackendConfig:
     schema.one_of(f"kernels of {spec.name}", result.kernels, spec.kernels)
     # YAML reads bare on and off as booleans.
     switch = {True: "on", False: "off"}
-    result.options = {k: switch.get(v, v) if isinstance(v, bool) else str(v) for k, v in result.options.items()}
+    result.options = {
+        k: switch.get(v, v) if isinstance(v, bool) else str(v) for k, v in result.options.items()
+    }
     for name in result.options:
         schema.one_of(f"option of {spec.name}", name, list(spec.options))
     for name, allowed in spec.options.items():
@@ -55,3 +57,10 @@ def variant_name(backend: str, kernels: str, options: dict[str, str] | None = No
         if name in spec.options and value != spec.options[name][0]:
             parts.append(f"{name}={value}")
     return ":".join([backend, *parts])
+
+
+def wrong_by_design(backend: str, options: dict[str, str]) -> bool:
+    """Whether these options make the outputs wrong on purpose (ablations)."""
+    return backend in REGISTRY and any(
+        options.get(name) == value for name, value in get_backend(backend).wrong_by_design
+    )

@@ -35,7 +35,6 @@ def backend_rank(name: str) -> tuple[int, str]:
     return (BACKEND_ORDER.index(name) if name in BACKEND_ORDER else len(BACKEND_ORDER), name)
 
 
-# Optional[...] rather than `X | None`: OmegaConf reads these annotations at run time.
 @dataclass
 class BackendConfig:
     name: str = MISSING
@@ -192,6 +191,7 @@ class LoggerConfig:
 class PathsConfig:
     results: str = "results"
     cache: str | None = None
+    traces: str = "../shared/traces"
 
 
 @dataclass
@@ -258,9 +258,12 @@ def explain(error: Exception) -> str:
     message = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     found = re.search(r"full_key: (\S+)", text)
     key = found.group(1) if found else getattr(cause, "full_key", None)
-    if match := re.search(r"Key '([^']+)' (?:is )?not in", message):
+    where = re.match(r"In '([^']+)'", message)
+    place = f" in conf/{where.group(1)}.yaml" if where else ""
+    if match := re.search(r"Key '([^']+)' (?:is )?not in", text):
         key = key or match.group(1)
-        return f"unknown setting {key!r}{_suggest(match.group(1), _known_keys(key), 'settings there')}"
+        known = _known_keys(key)
+        return f"unknown setting {key!r}{place}{_suggest(match.group(1), known, 'settings there')}"
     if cause is not error and "parsing override" in str(error):
         return f"{str(error).splitlines()[0]}: {message}"
     return f"{key}: {message}" if key and key not in message else message

@@ -185,7 +185,10 @@ _BACKEND_KEYS = ("backend", "kernels", "options")
 
 
 def choose_backends(config: RunConfig, known: Mapping[str, BackendConfig]) -> list[BackendConfig]:
-    """Backends of a run in fixed order: `backend=`, else `backends=`, else the grid's `backends`."""
+    """Backends of a run in fixed order: `backend=`, else `backends=`, else the grid's `backends`.
+
+    An entry is a name, with kernels and options behind it if wanted: `punica:stock`, `slora:compute=off`.
+    """
     if config.backend is not None:
         return [config.backend]
     names = config.backends if config.backends is not None else config.grid.get("backends")
@@ -195,23 +198,26 @@ def choose_backends(config: RunConfig, known: Mapping[str, BackendConfig]) -> li
         )
     if isinstance(names, str):
         raise UserError(f"backends={names} must be a list: write backends=[{names}]")
-    chosen: dict[tuple[str, str], BackendConfig] = {}
+    chosen: dict[str, BackendConfig] = {}
     for entry in names:
-        name, _, kernels = str(entry).partition(":")
+        name, *variant = str(entry).split(":")
         schema.one_of("backend", name, sorted(known, key=schema.backend_rank))
         backend = copy.deepcopy(known[name])
-        if kernels:
-            backend.kernels = kernels
-        chosen.setdefault((name, backend.kernels), backend)
-    return sorted(
-        chosen.values(), key=lambda b: (schema.backend_rank(b.name), b.kernels != "auto", b.kernels)
-    )
+        for part in variant:
+            option, is_option, value = part.partition("=")
+            if is_option:
+                backend.options[option] = value
+            else:
+                backend.kernels = part
+        chosen.setdefault(str(entry), backend)
+    # Sorting keeps the given order among the variants of one backend.
+    return sorted(chosen.values(), key=lambda backend: schema.backend_rank(backend.name))
 
 
 def combinations(config: RunConfig) -> list[dict[str, Any]]:
     """Every combination of the grid's values but the backends; the last key varies fastest."""
     axes: dict[str, list[Any]] = {}
-    for key, values in config.grid.items():
+    for key, values in flatten(config.grid).items():
         if key == "backends":
             continue
         if key.split(".")[0] not in GRID_ROOTS:
@@ -223,6 +229,17 @@ def combinations(config: RunConfig) -> list[dict[str, Any]]:
             raise UserError(f"grid.{key}={values} must be a list with at least one value")
         axes[key] = thin(values, config.measure.caps.grid_values)
     return [dict(zip(axes, combo, strict=True)) for combo in itertools.product(*axes.values())]
+
+
+def flatten(grid: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys, in order: `{a: {b: [1]}}` and `{a.b: [1]}` mean the same."""
+    flat: dict[str, Any] = {}
+    for key, value in grid.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def thin(values: list[Any], limit: int | None) -> list[Any]:
@@ -260,6 +277,8 @@ def workload_spec(config: RunConfig) -> dict[str, Any]:
     workload["num_adapters"] = num_adapters(config)
     _cap(workload, "num_requests", caps.requests)
     _cap(workload.get("arrivals"), "rate", caps.rate)
+    if caps.requests is not None and workload["duration_s"] is not None and workload["arrivals"]["rate"]:
+        _cap(workload, "duration_s", caps.requests / workload["arrivals"]["rate"])
     for side in ("prompt_tokens", "output_tokens"):
         for key in ("value", "low", "high", "median"):
             _cap(workload.get(side), key, getattr(caps, side))
@@ -359,6 +378,7 @@ def labels(identity: dict[str, Any]) -> dict[str, Any]:
         "prompt_tokens": section_name(spec.get("prompt_tokens")),
         "output_tokens": section_name(spec.get("output_tokens")),
         "num_requests": spec.get("num_requests"),
+        "wrong_by_design": backends_module.wrong_by_design(identity["backend"], identity["options"]),
         "setting": canonical_hash({k: v for k, v in identity.items() if k not in (*_BACKEND_KEYS, "tp")})[:8],
     }
 

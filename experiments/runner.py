@@ -110,6 +110,7 @@ class Runner:
         self.outcome = Outcome()
         self._claims: dict[str, Claim] = {}
         self._slots: list[Slot] = []
+        self._signals = StopSignals()
 
     def wanted(self, cell: Cell) -> bool:
         """Whether this run is to measure the cell: complete ones are kept unless forced."""
@@ -125,12 +126,12 @@ class Runner:
         self.outcome.skipped = len(self.plan.cells) - len(todo)
         self.console.start(len(todo) * self.measure.rounds, self.outcome.skipped)
         logs = self.store.scratch("logs")
-        with stop_signals():
+        with self._signals:
             try:
                 for point in self.plan.points:
                     self._run_point(point, logs)
             finally:
-                with shielded():
+                with self._signals.shielded():
                     self._stop_all()
                     for claim in self._claims.values():
                         claim.release()
@@ -150,7 +151,7 @@ class Runner:
         try:
             mode[self.measure.interleave](workloads)
         finally:
-            with shielded():
+            with self._signals.shielded():
                 self._stop_all()
 
     def _slot(self, group: EngineGroup, logs: Path) -> Slot | None:
@@ -368,31 +369,47 @@ def rotated(items: Sequence[Any], by: int) -> list[Any]:
     return [*items[shift:], *items[:shift]]
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP act like Ctrl-C inside this block; nothing changes outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class StopSignals:
+    """Turns the first SIGINT, SIGTERM or SIGHUP inside its block into KeyboardInterrupt; later ones are dropped.
 
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
+    Inside `shielded` the first one waits until the shield ends, so that cleaning up is never cut short. The
+    signals are handled rather than masked: a mask holds for one thread, and libraries have others. Outside the
+    main thread nothing changes.
+    """
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    former = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._former: dict[int, Any] = {}
+        self._stopping = False
+        self._shields = 0
+        self._waiting: str | None = None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._former = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
             signal.signal(number, handler)
 
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._shields:
+            self._waiting = signal.Signals(number).name
+        else:
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
-@contextlib.contextmanager
-def shielded() -> Iterator[None]:
-    """Holds off the stop signals, so that a second Ctrl-C cannot leave engines behind."""
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+    @contextlib.contextmanager
+    def shielded(self) -> Iterator[None]:
+        self._shields += 1
+        try:
+            yield
+        finally:
+            self._shields -= 1
+            if not self._shields and self._waiting is not None:
+                name, self._waiting = self._waiting, None
+                raise KeyboardInterrupt(name)

@@ -199,8 +199,17 @@ def test_other_schedules_measure_the_same(fleet, tiny_run, tmp_path, mode):
     assert set(frame["adapter_cost_basis"]) == {basis}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("step", ["start", "gate", "warmup", "run", "park"])
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [
+        (signal.SIGTERM, "start"),
+        (signal.SIGINT, "gate"),
+        (signal.SIGTERM, "warmup"),
+        (signal.SIGINT, "run"),
+        (signal.SIGHUP, "run"),
+        (signal.SIGTERM, "park"),
+    ],
+)
 def test_a_signal_stops_everything_and_leaves_nothing_half_written(fleet, tiny_run, tmp_path, number, step):
     fleet.script["slora", step] = lambda engine: os.kill(os.getpid(), number)
     former = signal.getsignal(number)
@@ -222,6 +231,13 @@ def test_cells_finished_before_a_signal_are_kept(fleet, tiny_run, tmp_path):
     fleet.calls.clear()
     assert cli.execute(tiny_run("measure.interleave=off"), factory=fleet) == 0
     assert {backend for backend, _ in fleet.calls} == {"tessa"}
+
+
+def test_a_second_signal_while_stopping_leaves_no_engine(fleet, tiny_run):
+    fleet.script["slora", "run"] = lambda engine: os.kill(os.getpid(), signal.SIGINT)
+    fleet.script["base", "stop"] = lambda engine: os.kill(os.getpid(), signal.SIGINT)
+    assert cli.execute(tiny_run(), factory=fleet) == 130
+    assert not fleet.alive
 
 
 def test_wrong_lengths_make_the_cell_invalid_without_speed(fleet, tiny_run, tmp_path, monkeypatch):
