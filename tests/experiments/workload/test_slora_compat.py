@@ -1,0 +1,86 @@
+"""S-LoRA's generator, value for value: against numpy's global legacy state, and against numbers written down."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from experiments.workload import build
+from experiments.workload.slora_compat import MODEL_SETTINGS, SUITES, SLoraSpec, adapter_ranks, draw, suite
+from tessa.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("adapters", "alpha", "rate", "cv", "seconds", "seed"),
+    [(200, 1, 2, 1, 300, 42), (32, 0.3, 2, 8, 120, 42), (400, 1, 6, 4, 300, 7), (5, 0.1, 2.5, 0.5, 77, 0)],
+)
+def test_equal_to_the_legacy_global_generator(adapters, alpha, rate, cv, seconds, seed):
+    when, prompts, outputs, ids = draw(SLoraSpec(rate, seconds, alpha, cv), adapters, seed)
+    state = np.random.get_state()
+    try:
+        np.random.seed(seed)  # the very calls of its benchmark, in its order
+        n = int(rate * seconds)
+        expected_ids = (np.random.power(alpha, n) * adapters).astype(int)
+        expected_in = np.random.randint(8, 512, n)
+        expected_out = np.random.randint(8, 512, n)
+        gaps = np.random.gamma(1 / (cv * cv), cv * cv / rate, n)
+    finally:
+        np.random.set_state(state)
+    assert ids.tolist() == expected_ids.tolist()
+    assert prompts.tolist() == expected_in.tolist()
+    assert outputs.tolist() == expected_out.tolist()
+    tic, times = 0, []
+    for gap in gaps:
+        tic += gap
+        times.append(tic)
+    assert when.tolist() == times
+
+
+def test_numbers_of_the_default_setting():
+    when, prompts, outputs, ids = draw(SLoraSpec(2, 300), 200, 42)
+    assert ids[:6].tolist() == [74, 190, 146, 119, 31, 31]
+    assert ids.sum() == 60076
+    assert prompts[:4].tolist() == [12, 473, 99, 177]
+    assert outputs[:4].tolist() == [410, 43, 292, 195]
+    assert (prompts.sum(), outputs.sum()) == (153447, 155474)
+    assert when[0] == pytest.approx(0.15984558)
+    assert when[-1] == pytest.approx(301.00485344611263, abs=1e-9)
+
+
+def test_no_adapter_means_the_base_model_on_the_same_load():
+    with_one, base = draw(SLoraSpec(2, 60), 1, 42), draw(SLoraSpec(2, 60), 0, 42)
+    assert (base[3] == -1).all()
+    assert (with_one[3] == 0).all()
+    assert all((a == b).all() for a, b in zip(with_one[:3], base[:3], strict=True))
+
+
+def test_suites_build_and_keep_their_numbers():
+    cells = suite("a10g-cv")
+    assert [c["slora"]["cv"] for c in cells] == [1, 2, 4, 6, 8]
+    w = build(cells[2], 32000)
+    when, prompts, outputs, ids = draw(SLoraSpec(2, 300, 1, 4), 200, 42)
+    assert w.arrival_s.tolist() == when.tolist()
+    assert w.prompt_lengths.tolist() == prompts.tolist()
+    assert w.output_tokens.tolist() == outputs.tolist()
+    assert w.adapter.tolist() == ids.tolist()
+    assert w.load_mode["mode"] == "open_loop"
+    for s in SUITES.values():
+        assert set(s["settings"]) <= set(MODEL_SETTINGS)
+    with pytest.raises(UserError, match="a10g-num-adapter"):
+        suite("b200")
+
+
+def test_settings_cycle_through_their_ranks():
+    assert adapter_ranks("S2", 6) == [64, 32, 16, 8, 64, 32]
+    assert adapter_ranks("S6", 2) == [64, 64]
+    with pytest.raises(UserError, match="S1, S2"):
+        adapter_ranks("S7", 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"req_rate": 0}, {"cv": -1}, {"input_range": (0, 5)}, {"output_range": (9, 9)}, {"duration": 0.1}],
+)
+def test_settings_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(UserError):
+        SLoraSpec(**{"req_rate": 2, "duration": 10} | wrong)
