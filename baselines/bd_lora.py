@@ -13,7 +13,7 @@ SPEC = BackendSpec(
         "layers, with as many blocks as tensor-parallel ranks: each rank shrinks and expands with its own block. "
         "No extra collective. Kernels as `punica`, on the blocks."
     ),
-    hook="baselines.vllm_lora:BlockDiagonalLoRA",
+    hook="baselines.block_diagonal:BlockDiagonalLoRA",
     engine_args={"enable_lora": True},
     kernels=("grouped", "stock"),
 )

@@ -6,6 +6,7 @@ the factors are stored at the adapters' own rank: vLLM reserves at least rank 8 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class GroupedLoRA(AdapterHook):
         self.tp_size = vllm_config.parallel_config.tensor_parallel_size
         self.stock = options.get("kernels") == "stock" or not current_platform.is_cpu()
         self.wrapper: GroupedWrapper | None = None
+        self.exact_rank: int | None = int(options["lora_rank"]) if options.get("lora_rank") else None
 
     def target_modules(self, model: Any) -> list[str]:
         from vllm.lora.utils import get_supported_lora_modules
@@ -63,12 +65,14 @@ class GroupedLoRA(AdapterHook):
         layers = manager._adapter_manager.modules.values()
         linear = [layer for layer in layers if isinstance(layer, BaseLinearLayerWithLoRA)]
         self.wrapper.keep_vllm_metadata = len(linear) != len(layers)
-        rank = self.options.get("lora_rank")
+        loaded = self.options.get("lora_rank")
+        if loaded is not None:
+            manager.get_dummy_lora_warmup_rank = lambda default: min(default, int(loaded))
+        rank = self.exact_rank
         if rank is not None:
-            rank = aligned(int(rank), manager.lora_config.lora_dtype)
+            rank = aligned(rank, manager.lora_config.lora_dtype)
             if manager.lora_config.fully_sharded_loras and rank % self.tp_size:
-                rank = aligned(rank, torch.float32) * self.tp_size
-            manager.get_dummy_lora_warmup_rank = lambda default: min(default, rank)
+                rank = math.lcm(rank, self.tp_size)
         for layer in linear:
             self._relay(layer, rank)
 

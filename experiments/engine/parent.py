@@ -23,7 +23,13 @@ from experiments.engine.setup import COMMON_ENV, EngineSetup
 
 DEFAULT_TIMEOUT_S = 900.0
 STOP_GRACE_S = 15.0
-TAIL_LINES = 12
+# What vLLM's processes say when another of its processes has failed.
+GENERIC = (
+    "Engine core initialization failed",
+    "EngineDeadError",
+    "WorkerProc initialization failed",
+    "process died unexpectedly",
+)
 
 
 class EngineError(RuntimeError):
@@ -42,6 +48,8 @@ class EngineError(RuntimeError):
 
 class EngineProcess:
     """The parent's side of one engine (the `experiments.runner.Engine` protocol)."""
+
+    child_module = "experiments.engine.child"
 
     def __init__(self, setup: EngineSetup, log_path: Path) -> None:
         self.setup, self.log_path = setup, log_path
@@ -68,7 +76,7 @@ class EngineProcess:
                 [
                     sys.executable,
                     "-m",
-                    "experiments.engine.child",
+                    self.child_module,
                     str(setup_file),
                     str(child_in),
                     str(child_out),
@@ -172,7 +180,13 @@ class EngineProcess:
             self._commands.flush()
         except OSError:
             raise self._died(command) from None
-        answer = json.loads(self._read_line(command, timeout_s))
+        line = self._read_line(command, timeout_s)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise EngineError(
+                "failed", f"{command}: an answer that is not JSON: {line[:80]!r}", self.log_path
+            ) from None
         if not answer["ok"]:
             raise EngineError("failed", self._reason(command, answer), self.log_path, answer["traceback"])
         return answer["value"]
@@ -234,7 +248,7 @@ def root_cause(log_path: Path) -> str:
         text = line.rsplit("] ", 1)[-1].strip()
         head = text.split(":", 1)[0]
         named = head.replace(".", "").isidentifier() and head.endswith(("Error", "Exception")) and ":" in text
-        if named and "Engine core initialization failed" not in text and "EngineDeadError" not in text:
+        if named and not any(phrase in text for phrase in GENERIC):
             return text[:400]
     return ""
 
