@@ -7,6 +7,7 @@ within `TOLERANCE` of LoRA's; where no step can, the layer is marked as not matc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from tessa.errors import UserError
 from tessa.slices import Axis, Parallel, Slice, parallel_of
 
 TOLERANCE = 0.05
+MAX_COMPENSATION = 0.25
+MAX_COMBINED_KINDS = 12  # 2**12 combinations; a decoder has about five kinds of layer
 # Elements: 16 is the side of a tensor core's tile, and two AVX2 registers of float32.
 HARDWARE_MULTIPLE = 16
 
@@ -82,6 +85,43 @@ def width_for(
         if step == 1:
             return min(max(width, segments), dim)
         step //= 2
+
+
+def widths_for(
+    layers: Mapping[str, tuple[int, int, Axis, int]], rank: float, multiple: int = HARDWARE_MULTIPLE
+) -> dict[str, int]:
+    """Widths of all layers, such that rounding in one kind of layer makes up for rounding in another.
+
+    Layers that `width_for` matches keep its width. Of the others, each kind (equal sizes, axis and segments, so
+    gate and up together) is rounded down or up, in the combination whose total is nearest to LoRA's; the farther
+    rounding is open to a kind only while it errs by `MAX_COMPENSATION` at most.
+
+    Args:
+        layers: module path -> (d_out, d_in, axis, segments).
+    """
+    kinds: dict[tuple[int, int, Axis, int], list[str]] = {}
+    for module, kind in layers.items():
+        kinds.setdefault(kind, []).append(module)
+    # Per kind the widths it may have, nearest first, each with the parameters above LoRA's in all its layers.
+    choices: list[list[tuple[int, float]]] = []
+    for (d_out, d_in, axis, segments), modules in kinds.items():
+        try:
+            width = width_for(rank, d_out, d_in, axis, segments, multiple)
+        except UserError as error:
+            raise UserError(f"module '{modules[0]}': {error}") from None
+        dim, other = (d_out, d_in) if axis == "out" else (d_in, d_out)
+        wanted = lora_params(rank, d_out, d_in)
+        widths = [width]
+        if abs(width * other - wanted) > TOLERANCE * wanted:
+            farther = width + (segments if width * other < wanted else -segments)
+            if 0 < farther <= dim and abs(farther * other - wanted) <= MAX_COMPENSATION * wanted:
+                widths.append(farther)
+        choices.append([(w, len(modules) * (w * other - wanted)) for w in widths])
+    undecided = [i for i, options in enumerate(choices) if len(options) > 1]
+    for i in sorted(undecided, key=lambda i: -abs(choices[i][0][1]))[MAX_COMBINED_KINDS:]:
+        del choices[i][1:]
+    best = min(itertools.product(*choices), key=lambda picked: abs(sum(surplus for _, surplus in picked)))
+    return {m: width for (width, _), modules in zip(best, kinds.values(), strict=True) for m in modules}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tessa.budget import HARDWARE_MULTIPLE, width_for
+from tessa.budget import HARDWARE_MULTIPLE, widths_for
 from tessa.errors import UserError
 from tessa.slices import Axis, Placement, Slice, axis_of, fused_siblings
 
@@ -94,23 +94,21 @@ def plan_slices(
         raise UserError(f"offset rule '{rule}' is unknown; allowed: {', '.join(OFFSET_RULES)}")
     if offset_multiple < 1:
         raise UserError(f"offset_multiple must be at least 1, got {offset_multiple}")
-    geometry: dict[str, tuple[Axis, int, int]] = {}
+    geometry: dict[str, tuple[int, int, Axis, int]] = {}
     for module, (d_out, d_in) in shapes.items():
         where = placement_of(module, placement)
         axis = axis_of(module, where)
         segments = shards if where == "along" else 1
-        try:
-            geometry[module] = axis, segments, width_for(rank, d_out, d_in, axis, segments, multiple)
-        except UserError as error:
-            raise UserError(f"module '{module}': {error}") from None
+        geometry[module] = d_out, d_in, axis, segments
+    widths = widths_for(geometry, rank, multiple)
 
     slices: dict[str, Slice] = {}
     for module, (d_out, d_in) in shapes.items():
-        axis, segments, width = geometry[module]
+        axis, segments = geometry[module][2:]
         group = [module]
         if axis == "in":
-            group = [m for m in fused_siblings(module) if m in geometry and geometry[m][0] == "in"]
-        widest = max(geometry[m][2] // geometry[m][1] for m in group)
+            group = [m for m in fused_siblings(module) if m in geometry and geometry[m][2] == "in"]
+        widest = max(widths[m] // geometry[m][3] for m in group)
         part = (d_out if axis == "out" else d_in) // segments
         if rule == "first":
             offset = 0
@@ -122,7 +120,7 @@ def plan_slices(
             offset = best_window(
                 _group_energy(group, energy, part * segments, rule), segments, widest, offset_multiple
             )
-        slices[module] = Slice(axis, offset, width, segments, d_out, d_in)
+        slices[module] = Slice(axis, offset, widths[module], segments, d_out, d_in)
     return slices
 
 

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessa.budget import TOLERANCE, bd_lora_params, budget_of, lora_params, width_for
+from tessa.budget import (
+    MAX_COMPENSATION,
+    TOLERANCE,
+    bd_lora_params,
+    budget_of,
+    lora_params,
+    width_for,
+    widths_for,
+)
 from tessa.errors import UserError
 from tessa.slices import Slice
 
@@ -60,6 +68,57 @@ def test_segments_force_an_unmatched_width_and_it_is_said():
     assert not budget.matched
     assert [layer.module for layer in budget.unmatched_layers] == ["m.k_proj"]
     assert "NOT within 5%" in budget.render()
+
+
+def _rank_4_layers(hidden: int = 512, inner: int = 1408):
+    return {
+        "l.q_proj": (hidden, hidden, "in", 1),
+        "l.gate_proj": (inner, hidden, "in", 1),
+        "l.up_proj": (inner, hidden, "in", 1),
+        "l.down_proj": (hidden, inner, "out", 1),
+    }
+
+
+def test_rounding_in_one_kind_makes_up_for_another():
+    layers = _rank_4_layers()
+    alone = {m: width_for(4, *layer) for m, layer in layers.items()}
+    assert alone == {"l.q_proj": 8, "l.gate_proj": 5, "l.up_proj": 5, "l.down_proj": 5}  # 5.45 is wanted
+    widths = widths_for(layers, 4)
+    assert widths == alone | {"l.down_proj": 6}
+
+    def budget(chosen):
+        return budget_of(
+            {m: Slice(a, 0, chosen[m], n, d_out, d_in) for m, (d_out, d_in, a, n) in layers.items()}, 4
+        )
+
+    assert not budget(alone).matched
+    assert budget(widths).matched
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rank=st.integers(1, 64),
+    hidden=st.integers(8, 600),
+    inner=st.integers(8, 1600),
+    placement=st.sampled_from(["across", "along"]),
+)
+def test_compensation_keeps_every_layer_within_its_bound(rank, hidden, inner, placement):
+    layers = {m: (8 * o, 8 * i, a, 1) for m, (o, i, a, _) in _rank_4_layers(hidden, inner).items()}
+    if placement == "along":
+        swap = {"in": "out", "out": "in"}
+        layers = {m: (o, i, swap[a], 8) for m, (o, i, a, _) in layers.items()}
+    widths = widths_for(layers, rank)
+    totals = {"alone": 0.0, "together": 0.0}
+    for module, (d_out, d_in, axis, segments) in layers.items():
+        alone = width_for(rank, d_out, d_in, axis, segments)
+        other, wanted = (d_in if axis == "out" else d_out), rank * (d_in + d_out)
+        error = abs(widths[module] * other / wanted - 1)
+        assert widths[module] == alone or (TOLERANCE < error <= MAX_COMPENSATION)
+        assert widths[module] % segments == 0
+        totals["alone"] += alone * other - wanted
+        totals["together"] += widths[module] * other - wanted
+    assert widths["l.gate_proj"] == widths["l.up_proj"]
+    assert abs(totals["together"]) <= abs(totals["alone"]) + 1e-6
 
 
 def test_width_never_exceeds_the_layer():
