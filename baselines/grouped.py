@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import grouped_mm
 
+from baselines.grouped_ops import grouped_product, per_adapter_product
 from tessa.vllm.wrapper import RoutingWrapper
 
 
@@ -29,10 +29,7 @@ class GroupedWrapper(RoutingWrapper):
 
     def product(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``rows[i] @ weights[slot_i]^T``; rows ``[n, k]`` in slot order, weights ``[S, m, k]``, result ``[n, m]``."""
-        groups = self.step.groups
-        if len(groups) == 1:
-            return torch.mm(rows, weights[groups[0]].t())
-        return grouped_mm(rows, weights.transpose(1, 2), offs=self.step.ends)
+        return grouped_product(rows, weights, self.step)
 
     def _shrunk(self, x: torch.Tensor, lora_a: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """``[n, r]`` per projection, in slot order."""
@@ -100,13 +97,7 @@ class PerAdapterWrapper(GroupedWrapper):
     """One pair of dense products per distinct adapter, as PEFT runs a mixed batch."""
 
     def product(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = rows.new_empty(rows.shape[0], weights.shape[1])
-        start = 0
-        ends = self.step.ends.tolist()
-        for slot in self.step.groups:
-            torch.mm(rows[start : ends[slot]], weights[slot].t(), out=out[start : ends[slot]])
-            start = ends[slot]
-        return out
+        return per_adapter_product(rows, weights, self.step)
 
 
 class NoComputeWrapper(GroupedWrapper):
