@@ -9,14 +9,16 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from experiments import cli, config, provenance
+from experiments import cli, config, launch, provenance
 
 MODES = ("run", "status")
 _mode = "run"
 _exit_codes: list[int] = []
 
 
-@hydra.main(config_path="conf", config_name="config", version_base="1.3")
+@hydra.main(
+    config_path=str(Path(__file__).resolve().parent / "conf"), config_name="config", version_base="1.3"
+)
 def job(composed: DictConfig) -> int:
     code = cli.execute(composed, mode=_mode, report=report)
     _exit_codes.append(code)
@@ -36,12 +38,13 @@ def main() -> int:
     global _mode
     if len(sys.argv) > 1 and sys.argv[1] in MODES:
         _mode = sys.argv.pop(1)
+    launch.looking = _mode != "run"
     config.register()
     provenance.mark_submit()
     # Hydra's own short errors hide the cause and exit with 1; with this it hands the exception over.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     failed = cli.guarded(job)
-    return failed if failed is not None else max(_exit_codes, default=cli.EXIT_OK)
+    return failed if failed is not None else max([*_exit_codes, *launch.exit_codes], default=cli.EXIT_OK)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,6 +31,7 @@ from tessa.errors import UserError
 
 EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
 WARM_UP_OUTPUT = 16
+TEST_ENGINE = "TESSA_TEST_ENGINE"
 
 
 def plan_run(config: RunConfig, device: str | None = None) -> Plan:
@@ -104,6 +108,25 @@ def engine_factory(cache: Path) -> EngineFactory:
     return functools.partial(make_engine, cache=cache)
 
 
+def test_engine_factory(results: Path) -> EngineFactory | None:
+    """The factory of the project's own tests, `module:attribute` in $TESSA_TEST_ENGINE; None when unset.
+
+    It reaches runs that a test starts as processes or Slurm jobs. Raises UserError unless the results lie in
+    the temporary folder, so that a scripted engine's numbers never stand beside measured ones.
+    """
+    name = os.environ.get(TEST_ENGINE)
+    if not name:
+        return None
+    if not results.resolve().is_relative_to(Path(tempfile.gettempdir()).resolve()):
+        raise UserError(
+            f"{TEST_ENGINE} is set: it is for this project's tests and writes only below "
+            f"{tempfile.gettempdir()}, not to {results}. Unset it."
+        )
+    module, _, attribute = name.partition(":")
+    factory: EngineFactory = getattr(importlib.import_module(module), attribute)
+    return factory
+
+
 def execute(
     composed: DictConfig,
     mode: str = "run",
@@ -146,7 +169,7 @@ def _execute(
         plan=plan,
         store=store,
         measure=config.measure,
-        factory=factory or engine_factory(cache),
+        factory=factory or test_engine_factory(results) or engine_factory(cache),
         workload_paths=Workloads(plan, config, cache),
         console=console,
         logger=make_logger(config.logger, str(cache), console.note),
@@ -179,6 +202,9 @@ def explain_hydra(error: Exception) -> str:
         group, _, given = error.missing_cfg_file.rpartition("/")
         options = sorted(set(error.options or ()) - {"schema"}, key=schema.backend_rank)
         return schema.unknown(group or "config", given, options)
+    for part in (error, error.__cause__):
+        if isinstance(part, OverrideParseException):
+            return f"cannot read {part.override!r}: {str(part.message).splitlines()[0]}"
     return schema.explain(error)
 
 
@@ -191,6 +217,9 @@ def guarded(compose_and_run: Callable[[], Any]) -> int | None:
         compose_and_run()
     except (HydraException, OmegaConfBaseException) as error:
         print(f"error: {explain_hydra(error)}", file=sys.stderr)
+        return EXIT_USER
+    except UserError as error:  # from a launcher: the jobs handle their own
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

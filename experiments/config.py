@@ -195,6 +195,23 @@ class PathsConfig:
 
 
 @dataclass
+class SiteConfig:
+    """What a Slurm site asks of its jobs; read by `conf/hydra/launcher/slurm.yaml`."""
+
+    name: str = MISSING
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    cpus_per_gpu: int | None = None
+    mem_gb_per_gpu: float | None = None
+    setup: list[str] = field(default_factory=list)
+    python: str | None = None
+    sbatch: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class RunConfig:
     """One composed run: an experiment over its grid at one tensor-parallel degree."""
 
@@ -211,6 +228,7 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     paths: PathsConfig = field(default_factory=PathsConfig)
+    site: SiteConfig = field(default_factory=SiteConfig)
     grid: dict[str, Any] = field(default_factory=dict)
     dry_run: bool = False
     only: str | None = None
@@ -225,6 +243,7 @@ SCHEMAS: dict[str, type] = {
     "measure": MeasureConfig,
     "logger": LoggerConfig,
     "paths": PathsConfig,
+    "site": SiteConfig,
 }
 
 
@@ -264,8 +283,6 @@ def explain(error: Exception) -> str:
         key = key or match.group(1)
         known = _known_keys(key)
         return f"unknown setting {key!r}{place}{_suggest(match.group(1), known, 'settings there')}"
-    if cause is not error and "parsing override" in str(error):
-        return f"{str(error).splitlines()[0]}: {message}"
     return f"{key}: {message}" if key and key not in message else message
 
 
