@@ -19,6 +19,9 @@ REGISTRY: dict[str, str] = {
     "slora": "baselines.slora:SPEC",
     "bd_lora": "baselines.bd_lora:SPEC",
     "tessa": "tessa.spec:SPEC",
+    "slora_upstream": "baselines.upstream:SLORA",
+    "punica_upstream": "baselines.upstream:PUNICA",
+    "openai": "baselines.openai:SPEC",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -35,16 +36,21 @@ def resolve(backend: BackendConfig, device: str) -> BackendConfig:
     if result.kernels == "auto":
         result.kernels = "stock" if device == "cuda" and "stock" in spec.kernels else spec.kernels[0]
     schema.one_of(f"kernels of {spec.name}", result.kernels, spec.kernels)
-    # YAML reads bare on and off as booleans.
-    switch = {True: "on", False: "off"}
-    result.options = {
-        k: switch.get(v, v) if isinstance(v, bool) else str(v) for k, v in result.options.items()
-    }
+    result.options = {name: _text(value) for name, value in result.options.items() if value is not None}
     for name in result.options:
-        schema.one_of(f"option of {spec.name}", name, list(spec.options))
+        schema.one_of(f"option of {spec.name}", name, [*spec.options, *spec.settings])
+    for name, default in spec.settings.items():
+        result.options.setdefault(name, default)
     for name, allowed in spec.options.items():
         schema.one_of(f"{spec.name} option {name}", result.options.setdefault(name, allowed[0]), allowed)
     return result
+
+
+def _text(value: Any) -> str:
+    """An option as text: YAML reads bare on and off as booleans; a list is its items with commas between."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def variant_name(backend: str, kernels: str, options: dict[str, str] | None = None) -> str:

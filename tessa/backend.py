@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-AdapterFormat = Literal["none", "merged", "lora", "bd_lora", "tessa"]
+AdapterFormat = Literal["none", "merged", "lora", "bd_lora", "tessa", "server"]
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,18 @@ class BackendSpec:
         name: registry name.
         title: how tables and figures call it.
         adapter_format: the adapter structure it serves. "none" serves the base model alone, "merged" one adapter
-            folded into the weights.
+            folded into the weights, "server" whatever a server that is already running has loaded.
         summary: what it does per layer type, its sharding, its collectives, its source.
         hook: ``module:attribute`` of the `AdapterHook` class, or None for vLLM's own path.
         engine_args: vLLM engine arguments beyond those that all backends share.
         kernels: implementations that ``kernels=`` accepts; the first is the default.
         options: backend options (``backend_options``) with their allowed values; the first is the default.
+        settings: further backend options, whose values are free text, with their defaults.
         wrong_by_design: option settings whose outputs are wrong on purpose, so that the correctness gate does not
             apply to them and the result is marked.
         external: the backend runs outside vLLM through its own launcher.
+        engine: ``module:class`` that makes the engines of an external backend; `experiments.engine.external` says
+            what the class offers.
     """
 
     name: str
@@ -48,8 +51,10 @@ class BackendSpec:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     kernels: tuple[str, ...] = ("default",)
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
     wrong_by_design: tuple[tuple[str, str], ...] = ()
     external: bool = False
+    engine: str | None = None
 
     @property
     def uses_adapters(self) -> bool:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +239,8 @@ class Server:
             self.engine.shutdown()
 
 
-async def serve(setup: EngineSetup, commands: Any, answers: Any) -> None:
-    server = Server(setup)
+async def serve(server: Any, commands: Any, answers: Any) -> None:
+    """Call the server's method that each command names, until ``stop`` or the end of the commands."""
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, commands.readline):
         command = json.loads(line)
@@ -262,12 +262,12 @@ async def serve(setup: EngineSetup, commands: Any, answers: Any) -> None:
     server.stop()
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], server: Callable[[EngineSetup], Any] = Server) -> int:
     if os.environ.get("TESSA_DIE_WITH_PARENT") == "1":
         die_with_parent()
     setup = EngineSetup.from_json(Path(argv[0]).read_text())
     with os.fdopen(int(argv[1])) as commands, os.fdopen(int(argv[2]), "w") as answers:
-        asyncio.run(serve(setup, commands, answers))
+        asyncio.run(serve(server(setup), commands, answers))
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from baselines import get_backend
 from experiments.engine.setup import COMMON_ENV, EngineSetup
 
 DEFAULT_TIMEOUT_S = 900.0
@@ -63,6 +64,10 @@ class EngineProcess:
         self._counters: dict[str, Any] | None = None
         self.started: dict[str, Any] = {}
 
+    def command(self) -> list[str]:
+        """The child's command line but for its three arguments: the setup's file and the two pipes."""
+        return [sys.executable, "-m", self.child_module]
+
     def start(self, timeout_s: float) -> None:
         """Start the child and its engine; returns when it serves."""
         setup_file = Path(self._scratch.name) / "setup.json"
@@ -73,14 +78,7 @@ class EngineProcess:
         environment = {**os.environ, **COMMON_ENV, **self.setup.env}
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    self.child_module,
-                    str(setup_file),
-                    str(child_in),
-                    str(child_out),
-                ],
+                [*self.command(), str(setup_file), str(child_in), str(child_out)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -259,6 +257,11 @@ def make_engine(group: Any, log_path: Path, cache: Path) -> EngineProcess:
     Raises:
         UserError: the model, the adapters or the backend's settings do not fit together.
     """
+    spec = get_backend(group.backend)
+    if spec.external:
+        from experiments.engine.external import engine_class
+
+        return engine_class(spec).create(group, log_path, cache)
     from experiments.engine.build import build_setup
 
     return EngineProcess(build_setup(group.config, group.engine, cache), log_path)
