@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.workload import WorkloadSpec, build
+from experiments.workload.popularity import zipf
 from tessa.errors import UserError
 
 BASE = {
@@ -64,6 +65,10 @@ def test_streams_are_numpys_with_seed_and_stream_number():
     assert w.arrival_s.tolist() == np.cumsum(np.random.default_rng([3, 0]).exponential(0.2, 200)).tolist()
     lengths = np.random.default_rng([3, 1]).spawn(2)[0].integers(4, 40, 200, endpoint=True)
     assert w.prompt_lengths.tolist() == lengths.tolist()
+    outputs = np.random.default_rng([3, 1]).spawn(2)[1].integers(2, 9, 200, endpoint=True)
+    assert w.output_tokens.tolist() == outputs.tolist()
+    assert w.prompt_tokens[0] == np.random.default_rng([3, 2]).permutation(1000)[0]
+    assert w.adapter.tolist() == zipf(200, 10, 1.0, np.random.default_rng([3, 3])).tolist()
 
 
 @pytest.mark.parametrize(
