@@ -234,6 +234,11 @@ class Server:
             "counted_tokens_per_step": last["tokens"],
         }
 
+    async def rpc(self, method: str, arguments: list[Any]) -> dict[str, Any]:
+        """Call a method of `tessa.vllm.worker.WorkerExtension` on every rank."""
+        assert self.engine is not None
+        return {"ranks": await self.engine.collective_rpc(method, args=tuple(arguments))}
+
     def stop(self) -> None:
         if self.engine is not None:
             self.engine.shutdown()

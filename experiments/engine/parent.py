@@ -117,6 +117,10 @@ class EngineProcess:
             counted["adapter_load_s_median"] = loads[len(loads) // 2]
         return counted
 
+    def rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the workers' extension; one answer per rank."""
+        return self._call("rpc", method=method, arguments=list(arguments))["ranks"]
+
     def park(self) -> None:
         """Stop every process of the engine in its tracks: it keeps its memory and uses no processor time."""
         self._signal(signal.SIGSTOP)

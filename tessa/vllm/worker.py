@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -159,6 +159,13 @@ def adapter_bytes(model: torch.nn.Module) -> int:
 
 class WorkerExtension:
     """Methods that vLLM adds to its worker class; names start with ``tessa_`` so that they collide with none."""
+
+    def tessa_set_schedule(self, mode: str) -> None:
+        """Change how TESSA's layers choose their products, to compare schedules on one engine."""
+        for layer in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
+            products = getattr(layer, "products", None)
+            if hasattr(products, "schedule"):
+                products.schedule = replace(products.schedule, mode=mode)
 
     def tessa_start_counting(self) -> None:
         self.tessa_counting = Counting(self.model_runner.get_model())  # type: ignore[attr-defined]
