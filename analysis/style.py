@@ -17,8 +17,12 @@ COLOURS = {
     "slora": "#D55E00",
     "bd_lora": "#CC79A7",
     "tessa": "#009E73",
+    # The authors' own code and servers outside: darker relatives of what they stand for.
+    "punica_upstream": "#0072B2",
+    "slora_upstream": "#8C3B00",
+    "openai": "#7F7F00",
 }
-SPARE_COLOURS = ("#0072B2", "#F0E442", "#8C564B", "#17BECF")
+SPARE_COLOURS = ("#F0E442", "#17BECF", "#8C564B", "#9467BD")
 MARKERS = {
     "base": "o",
     "base_enabled": "P",
@@ -28,6 +32,9 @@ MARKERS = {
     "slora": "v",
     "bd_lora": "D",
     "tessa": "*",
+    "punica_upstream": "<",
+    "slora_upstream": ">",
+    "openai": "h",
 }
 NAMES = {
     "base": "base",
@@ -38,6 +45,9 @@ NAMES = {
     "slora": "S-LoRA",
     "bd_lora": "BD-LoRA",
     "tessa": "TESSA",
+    "punica_upstream": "Punica (authors')",
+    "slora_upstream": "S-LoRA (authors')",
+    "openai": "server",
 }
 HATCHES = {"measured": "", "emulated": "///", "modelled": "xxx"}
 LINES = {"measured": "-", "emulated": "--", "modelled": ":"}

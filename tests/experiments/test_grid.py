@@ -1,0 +1,163 @@
+"""Expansion of a grid into cells: what makes a cell, how cells are grouped, and in which order they run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments import cli, grid
+from experiments import config as schema
+from tessa.errors import UserError
+
+
+@pytest.fixture
+def plan(composed):
+    def make(*overrides: str, **grid_values: object) -> grid.Plan:
+        values = composed("experiment=tp_scaling", "model=tiny", *overrides)
+        if grid_values:
+            values["grid"] = {key.replace("__", "."): value for key, value in grid_values.items()}
+        return cli.plan_run(schema.build(values), device="cpu")
+
+    return make
+
+
+def test_order_is_points_then_workloads_then_backends(plan):
+    made = plan(
+        backends=["tessa", "base"], adapters__count=[2, 4], workload__arrivals={"concurrency": [3, 5]},
+        **{"workload.arrivals.kind": ["closed_loop"]},
+    )  # fmt: skip
+    seen = [(c.labels["num_adapters"], c.labels["concurrency"], c.backend) for c in made.cells]
+    assert seen == [(a, c, b) for a in (2, 4) for c in (3, 5) for b in ("base", "tessa")]
+
+
+def test_one_engine_group_serves_all_workloads(plan):
+    made = plan(backends=["base", "tessa"], workload__seed=[1, 2, 3])
+    assert len(made.points) == 1
+    assert [len(group.cells) for group in made.points[0].groups] == [3, 3]
+    assert len(made.workloads) == 3
+
+
+def test_settings_of_the_engine_make_new_points(plan):
+    made = plan(backends=["base", "tessa"], adapters__rank_equivalent=[2, 4], engine__max_num_seqs=[8, 16])
+    assert len(made.points) == 4
+    assert len(made.workloads) == 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "tp=2",
+        "dtype=bfloat16",
+        "model=tiny_gqa",
+        "adapters.count=3",
+        "adapters.rank_equivalent=2",
+        "adapters.placement=along",
+        "adapters.seed=1",
+        "workload.seed=1",
+        "workload.num_requests=5",
+        "workload.base_fraction=0.5",
+        "measure.rounds=9",
+        "measure.gate.enabled=false",
+        "engine.max_num_seqs=7",
+        "measure.caps.requests=3",
+    ],
+)
+def test_what_changes_the_result_changes_the_hash(plan, override):
+    assert {c.hash for c in plan().cells}.isdisjoint({c.hash for c in plan(override).cells})
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "measure.start_timeout_s=1",
+        "measure.base_reference=rerun",
+        "logger=wandb",
+        "force=true",
+        "measure.caps.adapters=100",
+        "paths.results=elsewhere",
+        "backends=[tessa,slora,punica,plain_lora,base]",
+    ],
+)
+def test_what_does_not_keeps_it(plan, override):
+    assert [c.hash for c in plan().cells] == [c.hash for c in plan(override).cells]
+
+
+def test_cells_with_equal_identity_are_one(plan):
+    made = plan("measure.caps.requests=4", backends=["base"], workload__num_requests=[10, 20])
+    assert len(made.cells) == 1
+
+
+def test_backend_choice_precedence(plan):
+    assert [c.backend for c in plan("backend=tessa", "backends=[base]").cells] == ["tessa"]
+    assert [c.backend for c in plan("backends=[tessa,base]").cells] == ["base", "tessa"]
+    assert len(plan().cells) == 5
+
+
+def test_variants_are_cells_of_their_own(plan):
+    made = plan("backends=[punica,'punica:stock','slora:compute=off',slora]")
+    assert [c.variant for c in made.cells] == ["punica", "punica:stock", "slora:compute=off", "slora"]
+    assert [c.labels["wrong_by_design"] for c in made.cells] == [False, False, True, False]
+    assert len({c.hash for c in made.cells}) == 4
+
+
+def test_a_chosen_backend_keeps_its_overrides(plan):
+    (cell,) = plan("backend=slora", "backend.options.communication=off").cells
+    assert cell.identity["options"]["communication"] == "off"
+
+
+def test_a_mapping_replaces_a_section(plan):
+    made = plan(backends=["base"], workload__popularity=[{"kind": "zipf", "s": 1.5}, {"kind": "identical"}])
+    assert [c.labels["popularity"] for c in made.cells] == ["zipf(s=1.5)", "identical"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tp": [1, 2]}, "-m tp=1,2"),
+        ({"workload.arrivals.ratee": [1]}, "no setting. Known settings there: concurrency"),
+        ({"workload.seed": 3}, "must be a list"),
+        ({"workload.seed": []}, "at least one"),
+        ({"adapters.count": ["many"]}, "could not be converted"),
+    ],
+)
+def test_a_wrong_grid_is_refused(plan, values, message):
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        plan(backends=["base"], **values)
+
+
+def test_dtype_and_device(composed):
+    values = schema.build(composed("experiment=tp_scaling", "model=llama3_1_8b", "backend=base"))
+    assert cli.plan_run(values, device="cpu").cells[0].labels["dtype"] == "float32"
+    cell = cli.plan_run(values, device="cuda").cells[0]
+    assert (cell.labels["dtype"], cell.identity["device"]) == ("bfloat16", "cuda")
+
+
+def test_names_are_short_plain_and_hash_bearing(plan):
+    for cell in plan().cells:
+        assert cell.name == f"{cell.backend}-tp1-{cell.hash[:12]}"
+        assert len(cell.name) < 64
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=40, unique=True), st.integers(1, 50))
+def test_thinning_keeps_order_and_ends(values, limit):
+    kept = grid.thin(values, limit)
+    assert len(kept) == min(limit, len(values))
+    assert kept == [value for value in values if value in kept]
+    assert kept[0] == values[0]
+    if len(kept) > 1:
+        assert kept[-1] == values[-1]
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none(), max_size=5))
+def test_canonical_hash_ignores_order(values):
+    assert grid.canonical_hash(values) == grid.canonical_hash(dict(reversed(list(values.items()))))
+
+
+def test_warm_up_touches_every_adapter_and_the_base_model(plan):
+    made = plan("workload.base_fraction=0.25", backends=["tessa"])
+    (load,) = made.workloads.values()
+    warm = cli.warm_up(load, 1024, 8)
+    assert sorted(warm.adapter.tolist()) == [-1, *range(8)]
+    assert warm.output_tokens.max() <= cli.WARM_UP_OUTPUT
+    assert load.hash != warm.hash
