@@ -16,12 +16,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import config as schema
-from experiments import models, provenance
+from experiments import models, provenance, studies
 from experiments.backends import known_backends
 from experiments.config import RunConfig
 from experiments.console import Console
 from experiments.estimate import dry_run_lines, status_lines
-from experiments.grid import Plan, expand
+from experiments.grid import Cell, Plan, expand
 from experiments.loggers import make_logger
 from experiments.runner import EngineFactory, Outcome, Runner
 from experiments.store import Store
@@ -36,6 +36,11 @@ TEST_ENGINE = "TESSA_TEST_ENGINE"
 
 def plan_run(config: RunConfig, device: str | None = None) -> Plan:
     """Every check that needs no engine, then the plan. Raises UserError."""
+    if config.kind != "serving":
+        raise UserError(
+            f"experiment {config.name!r} (kind {config.kind}) is not a grid of served cells, so no launcher can "
+            "spread it; run it in one job, without -m"
+        )
     model = models.load_spec(config.model)
     models.check_parallel(model, config.tp)
     build = functools.partial(workload_spec.build, vocab_size=model.vocab_size)
@@ -108,6 +113,15 @@ def engine_factory(cache: Path) -> EngineFactory:
     return functools.partial(make_engine, cache=cache)
 
 
+def check_external(plan: Plan, wanted: Callable[[Cell], bool]) -> None:
+    """Raises UserError where a backend outside of vLLM is to run and cannot, before any engine starts."""
+    from experiments.engine.external import check_groups
+
+    check_groups(
+        group for point in plan.points for group in point.groups if any(wanted(cell) for cell in group.cells)
+    )
+
+
 def test_engine_factory(results: Path) -> EngineFactory | None:
     """The factory of the project's own tests, `module:attribute` in $TESSA_TEST_ENGINE; None when unset.
 
@@ -154,6 +168,8 @@ def _execute(
     factory: EngineFactory | None,
     report: Callable[[Path, str, list[str]], object] | None,
 ) -> int:
+    if config.kind != "serving":
+        return studies.execute(config, mode)
     plan = plan_run(config)
     results = Path(config.paths.results).expanduser()
     looking = mode == "status" or config.dry_run
@@ -176,6 +192,8 @@ def _execute(
         only=config.only,
         force=config.force,
     )
+    if factory is None and not os.environ.get(TEST_ENGINE):
+        check_external(plan, runner.wanted)
     outcome = runner.run()
     if report is not None:
         report(results, plan.experiment, [cell.name for cell in plan.cells])

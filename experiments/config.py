@@ -26,6 +26,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 INTERLEAVE = ("resident", "restart", "off")
 BASE_REFERENCE = ("stored", "rerun")
 ONLY = ("failed",)
+KINDS = ("serving", "projection", "layer_step")
 LOGGERS = ("none", "wandb")
 WANDB_MODES = ("auto", "offline", "online")
 
@@ -216,11 +217,13 @@ class RunConfig:
     """One composed run: an experiment over its grid at one tensor-parallel degree."""
 
     name: str | None = None
+    kind: str = "serving"
     description: str = ""
     tp: int = 1
     dtype: str = "auto"
     backend: BackendConfig | None = None
     backends: list[str] | None = None
+    url: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
@@ -230,6 +233,7 @@ class RunConfig:
     paths: PathsConfig = field(default_factory=PathsConfig)
     site: SiteConfig = field(default_factory=SiteConfig)
     grid: dict[str, Any] = field(default_factory=dict)
+    study: dict[str, Any] = field(default_factory=dict)
     dry_run: bool = False
     only: str | None = None
     force: bool = False
@@ -315,6 +319,7 @@ def one_of(what: str, value: Any, allowed: tuple[str, ...] | list[str]) -> None:
 
 def check(config: RunConfig) -> None:
     """Range checks that the types cannot express. Raises UserError."""
+    one_of("kind", config.kind, KINDS)
     one_of("dtype", config.dtype, DTYPES)
     one_of("measure.interleave", config.measure.interleave, INTERLEAVE)
     one_of("measure.base_reference", config.measure.base_reference, BASE_REFERENCE)

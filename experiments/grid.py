@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from baselines import REGISTRY, get_backend
 from experiments import backends as backends_module
 from experiments import config as schema
 from experiments import models
@@ -149,7 +150,7 @@ def expand(
         workload = by_spec[spec_key]
         built[workload.hash] = workload
         for backend in chosen:
-            chosen_backend = backends_module.resolve(_with_overrides(backend, values), device)
+            chosen_backend = backends_module.resolve(_with_overrides(backend, values, config.url), device)
             one = dataclasses.replace(base, backend=chosen_backend)
             engine = engine_identity(one, device)
             identity = {
@@ -391,9 +392,11 @@ def section_name(section: dict[str, Any] | None) -> str | None:
     return f"{section.get('kind')}({rest})" if rest else str(section.get("kind"))
 
 
-def _with_overrides(backend: BackendConfig, values: Mapping[str, Any]) -> BackendConfig:
-    """The backend with the grid's `backend.*` values."""
+def _with_overrides(backend: BackendConfig, values: Mapping[str, Any], url: str | None) -> BackendConfig:
+    """The backend with the grid's `backend.*` values, and with the run's url where it takes one."""
     result = copy.deepcopy(backend)
+    if url is not None and result.name in REGISTRY and "url" in get_backend(result.name).settings:
+        result.options.setdefault("url", url)
     for key, value in values.items():
         if key == "backend.kernels":
             result.kernels = str(value)
