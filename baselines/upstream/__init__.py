@@ -15,8 +15,8 @@ SLORA = BackendSpec(
     summary=(
         "The authors' S-LoRA server (github.com/S-LoRA/S-LoRA), driven over its /generate_stream. float16, Llama "
         "without grouped-query attention, adapters on q, k, v, o. One GPU: the sharding of its paper is on the "
-        "repository's branch `tp`, which this does not start. Its front end passes on a request's newest token only, so "
-        "where it falls behind, the stream lacks tokens and the cell is not complete."
+        "repository's branch `tp`, which this does not start. Its front end passes on a request's newest token "
+        "only, so where it falls behind, the stream lacks tokens and the cell is not complete."
     ),
     settings={"python": "", "port": "0", "max_total_tokens": "14000"},
     external=True,
