@@ -301,6 +301,8 @@ def _known_keys(full_key: str) -> list[str]:
 
 
 def _suggest(given: str, known: list[str], what: str) -> str:
+    if not known:
+        return ""
     close = difflib.get_close_matches(given, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"{hint} Known {what}: {', '.join(known)}"

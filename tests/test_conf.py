@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 from baselines import REGISTRY
 from experiments import cli, config, models
 from experiments.backends import known_backends, resolve
+from experiments.layer_step.spec import LayerStepSpec
+from experiments.projection.runner import ProjectionSpec
+from experiments.studies import spec_from
 from tessa.errors import UserError
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -27,6 +31,12 @@ def files(group: str) -> list[str]:
     return sorted(p.stem for p in (CONF / group).glob("*.yaml"))
 
 
+def kind(experiment: str) -> str:
+    return yaml.safe_load((CONF / "experiment" / f"{experiment}.yaml").read_text()).get("kind", "serving")
+
+
+SERVING = [name for name in files("experiment") if kind(name) == "serving"]
+STUDIES = {"projection": ProjectionSpec, "layer_step": LayerStepSpec}
 OWN_GROUPS = ("adapters", "backend", "logger", "measure", "paths", "workload")
 
 
@@ -68,7 +78,7 @@ def test_every_model_composes(name):
 
 
 @pytest.mark.parametrize("measure", files("measure"))
-@pytest.mark.parametrize("experiment", files("experiment"))
+@pytest.mark.parametrize("experiment", SERVING)
 def test_every_experiment_expands(experiment, measure):
     text = (CONF / "experiment" / f"{experiment}.yaml").read_text()
     assert text.startswith("# @package _global_\n")
@@ -83,8 +93,17 @@ def test_every_experiment_expands(experiment, measure):
     json.dumps([cell.identity for cell in plan.cells], allow_nan=False)
 
 
+@pytest.mark.parametrize("experiment", [name for name in files("experiment") if name not in SERVING])
+def test_every_study_lists_all_of_its_settings_with_their_defaults(experiment):
+    built = composed(f"experiment={experiment}")
+    assert built.name == experiment
+    spec = spec_from(STUDIES[built.kind], built.study)
+    assert set(built.study) == {f.name for f in fields(spec)}
+    assert spec == STUDIES[built.kind]()
+
+
 def test_smoke_is_small():
-    for experiment in files("experiment"):
+    for experiment in SERVING:
         plan = cli.plan_run(composed(f"experiment={experiment}", "measure=smoke", "model=tiny"), device="cpu")
         for workload in plan.workloads.values():
             assert workload.meta["realised"]["requests"] <= 6

@@ -1,0 +1,124 @@
+"""Experiments that start no serving engine: `kind: projection` and `kind: layer_step`, each with its own settings.
+
+Their settings stand under `study:` in the experiment's file and are the fields of `ProjectionSpec` and
+`LayerStepSpec`; an unknown one is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.provenance import REPO
+from tessa.errors import UserError
+
+if TYPE_CHECKING:
+    from experiments.config import RunConfig
+
+
+def spec_from(kind: type[Any], values: dict[str, Any]) -> Any:
+    """`kind(**values)` with lists as tuples. UserError names an unknown setting and the known ones."""
+    names = [f.name for f in fields(kind)]
+    for key in values:
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise UserError(
+                f"unknown setting 'study.{key}'{hint} Known settings there: {', '.join(sorted(names))}"
+            )
+    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    try:
+        return kind(**plain)
+    except TypeError as error:
+        raise UserError(f"study: a value has the wrong type ({error})") from error
+
+
+def execute(config: RunConfig, mode: str = "run") -> int:
+    """Runs a study, or with `mode` "status" or `dry_run` says what it would do. Returns the exit status."""
+    run = {"projection": _projection, "layer_step": _layer_step}[config.kind]
+    results = Path(config.paths.results).expanduser()
+    return run(config, results, mode == "status" or config.dry_run)
+
+
+def _projection(config: RunConfig, results: Path, looking: bool) -> int:
+    from experiments.projection.runner import ProjectionSpec, run
+
+    spec = spec_from(ProjectionSpec, config.study)
+    out = results / "projection"
+    if looking:
+        there = "there" if (out / "projection.parquet").is_file() else "missing"
+        print(
+            f"projection: {out} is {there}; {len(spec.models)} models, {len(spec.gpus)} GPUs, tp {list(spec.tps)}"
+        )
+        return 0
+    from analysis import projection
+    from analysis.load import load
+
+    run(spec, out, cells=load(results))
+    for path in projection.draw(results, results / "figures"):
+        print(f"figure: {path}")
+    print((out / "validation.json").read_text(encoding="utf-8").strip())
+    return 0
+
+
+def _layer_step(config: RunConfig, results: Path, looking: bool) -> int:
+    from experiments.layer_step.rows import RowFile, table
+    from experiments.layer_step.spec import LayerStepSpec, points
+
+    spec = spec_from(LayerStepSpec, config.study)
+    out = results / "layer_step"
+    if looking:
+        planned = points(spec)
+        print(
+            f"layer_step: {len(planned)} points of {len(spec.backends)} backends; {len(RowFile(out).frame())} rows stored"
+        )
+        for point in planned:
+            print(f"  {point.label}")
+        return 0
+    status = _measure(asdict(spec), out, config.force)
+    frame = RowFile(out).frame()
+    print(table(frame))
+    if len(frame):
+        from analysis import layer_step
+
+        for path in layer_step.draw(results, results / "figures"):
+            print(f"figure: {path}")
+    return status
+
+
+def _measure(spec: dict[str, Any], out: Path, force: bool) -> int:
+    """The measuring process, in a session of its own; it is ended with its children when this one is interrupted."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "spec.json"
+        file.write_text(json.dumps(spec), encoding="utf-8")
+        command = [
+            sys.executable,
+            "-m",
+            "experiments.layer_step",
+            "--no-table",
+            "--spec",
+            str(file),
+            "--out",
+            str(out),
+        ]
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
+        }
+        child = subprocess.Popen([*command, *(["--force"] if force else [])], env=env, start_new_session=True)
+        try:
+            return child.wait()
+        finally:
+            if child.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGTERM)
+                child.wait()
