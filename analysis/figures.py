@@ -68,10 +68,10 @@ def _bars(axes: Axes, part: pd.DataFrame, column: str, variants: list[str], scal
                 continue
             error = None
             if np.isfinite(found.low):
-                error = np.array([[found.centre - found.low], [found.high - found.centre]]) * scale
+                error = [[(found.centre - found.low) * scale], [(found.high - found.centre) * scale]]
             axes.bar(
-                x,
-                found.centre * scale,
+                [x],
+                [found.centre * scale],
                 width * 0.92,
                 yerr=error,
                 color=style.colour(variant),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import matplotlib
 import pandas as pd
 
@@ -52,7 +54,7 @@ NAMES = {
 HATCHES = {"measured": "", "emulated": "///", "modelled": "xxx"}
 LINES = {"measured": "-", "emulated": "--", "modelled": ":"}
 ONE_COLUMN, TWO_COLUMNS = 3.4, 7.0
-RC = {
+RC: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,

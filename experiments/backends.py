@@ -19,9 +19,12 @@ def known_backends(conf: Path = CONF) -> dict[str, BackendConfig]:
     """The backends of conf/backend by name, in their fixed order."""
     found: dict[str, BackendConfig] = {}
     for file in sorted(conf.glob("backend/*.yaml"), key=lambda f: schema.backend_rank(f.stem)):
-        values = OmegaConf.load(file)
+        values = OmegaConf.to_container(OmegaConf.load(file))
+        assert isinstance(values, dict)
         values.pop("defaults", None)
-        found[file.stem] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(BackendConfig), values))
+        built = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(BackendConfig), values))
+        assert isinstance(built, BackendConfig)
+        found[file.stem] = built
     return found
 
 

@@ -38,7 +38,7 @@ class WandbLogger:
     def __init__(self, config: LoggerConfig, folder: str, warn: Callable[[str], None]) -> None:
         self._config, self._folder, self._warn = config, folder, warn
         self._broken = False
-        self.mode = config.mode
+        self.mode: Any = config.mode
         if config.mode == "auto":
             self.mode = "online" if has_key() else "offline"
 

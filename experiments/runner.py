@@ -323,7 +323,8 @@ class Runner:
             if stored is not None:
                 run.add_costs(base_throughput(stored["rounds"]), "other_session")
             summary, records = summarise_cell(run, self.start_state)
-            self.store.write(run.cell.name, run.cell.identity, summary, records, run.slot.log)
+            with self._signals.shielded():  # what is measured is stored, even on the way out
+                self.store.write(run.cell.name, run.cell.identity, summary, records, run.slot.log)
             self.outcome.done[run.cell.name] = summary["status"]
             if (claim := self._claims.pop(run.cell.name, None)) is not None:
                 claim.release()
