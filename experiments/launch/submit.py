@@ -107,7 +107,8 @@ def _wait_for_slurm(jobs: list[SweepJob]) -> bool:
 
 def on_this_machine(jobs: list[SweepJob]) -> bool:
     """Each job in processes of its own, `parallel` at a time. True when all have ended."""
-    queue, running = list(jobs), []
+    queue = list(jobs)
+    running: list[SweepJob] = []
     try:
         with StopSignals():
             while queue or running:

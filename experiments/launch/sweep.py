@@ -133,7 +133,9 @@ def _plan(
     section = OmegaConf.to_container(composed.hydra.launcher, resolve=True)
     assert isinstance(section, dict)
     params = LaunchParams.of({str(key): value for key, value in section.items()})
-    run_config = schema.build(OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"]))
+    run_config = schema.build(
+        OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    )
     # A login node has no GPU, so what the jobs will find is said by what they ask for.
     device = params.runs_on if where == "slurm" or params.device != "auto" else None
     plan = cli.plan_run(run_config, device=device)
