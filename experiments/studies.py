@@ -78,9 +78,8 @@ def _layer_step(config: RunConfig, results: Path, looking: bool) -> int:
     out = results / "layer_step"
     if looking:
         planned = points(spec)
-        print(
-            f"layer_step: {len(planned)} points of {len(spec.backends)} backends; {len(RowFile(out).frame())} rows stored"
-        )
+        stored = len(RowFile(out).frame())
+        print(f"layer_step: {len(planned)} points of {len(spec.backends)} backends, {stored} rows stored")
         for point in planned:
             print(f"  {point.label}")
         return 0

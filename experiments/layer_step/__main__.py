@@ -13,19 +13,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from experiments.layer_step.rows import RowFile, table
 from experiments.layer_step.spec import LayerStepSpec, points
 from tessa.errors import UserError
 
-QUICK = {
+QUICK: dict[str, Any] = {
     "models": ("llama-3.1-8b",),
     "tps": (1, 2),
     "sweep_tp": 2,
     "batch": 8,
     "context": 16,
     "prompts": 2,
-    "prompt_tokens": 16,
+    "prompt_tokens": 512,
     "distinct": 3,
     "batches": (1,),
     "ranks": (),

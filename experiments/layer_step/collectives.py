@@ -31,7 +31,7 @@ class Collectives:
         name, layers = backend.partition(":")[0], stack.shape.layers
         load = AdapterLoad(point.tokens, point.distinct, point.rank, point.resident)
         extra = layer_work(name, gpu_named(COUNTED_ON), stack.shape, point.tp, load).collectives
-        reduced = self.itemsize * point.tokens * stack.shape.hidden
+        reduced = float(self.itemsize * point.tokens * stack.shape.hidden)
         base = [("all_reduce", reduced)] * 2 if point.tp > 1 else []
         return {
             "base_comm_s": layers * self._seconds(base, point.tp),

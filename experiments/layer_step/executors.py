@@ -30,17 +30,24 @@ ADAPTER_GAIN = 0.5  # standard deviation that an adapter adds to an output whose
 
 
 class Executor(Protocol):
-    """kernels: what runs the adapters. graph: whether a step can be captured. launches: adapter kernels in one layer.
-    params, read_params: of one adapter over all layers of the stack, and those that one step reads."""
+    """One backend's linear layers.
+
+    kernels: what runs the adapters. graph: whether a step can be captured. launches: adapter kernels in one layer.
+    params: of one adapter on this rank, over all layers of the stack. read_params: those that one step reads.
+    budget_ratio: an adapter's parameters over LoRA's of the point's rank, replicas not counted. mode: which of
+    TESSA's products a step uses, or "".
+    """
 
     kernels: str
     graph: bool
-    mode: str
     launches: int
     params: int
-    read_params: int
-    lora_params: float
+    budget_ratio: float
 
+    @property
+    def mode(self) -> str: ...
+    @property
+    def read_params(self) -> int: ...
     def prepare(self, token_slot: Tensor) -> None: ...
     def linear(self, layer: int, name: str, x: Tensor) -> Tensor: ...
     def add_reference(self, layer: int, name: str, y: Tensor, x: Tensor, token_slot: Tensor) -> None: ...
@@ -48,14 +55,15 @@ class Executor(Protocol):
         """Whether this rank's inner values replace its share of the gathered ones (S-LoRA); timed without."""
 
 
-def make_executor(backend: str, stack: Stack, point: Point, seed: int) -> Executor:
-    """`backend` as in `LayerStepSpec.backends`."""
+def make_executor(backend: str, stack: Stack, point: Point, seed: int, gpu: bool | None = None) -> Executor:
+    """`backend` as in `LayerStepSpec.backends`; `gpu`: the products of a GPU (None: where the stack lies on one)."""
+    gpu = stack.device.type == "cuda" if gpu is None else gpu
     name, _, variant = backend.partition(":")
     if name == "base":
         return BaseExecutor(stack)
     if name == "tessa":
-        return TessaExecutor(stack, point, seed, variant or "auto")
-    return LoraExecutor(name, stack, point, seed)
+        return TessaExecutor(stack, point, seed, variant or "auto", gpu)
+    return LoraExecutor(name, stack, point, seed, gpu)
 
 
 def has_vllm() -> bool:
@@ -65,12 +73,20 @@ def has_vllm() -> bool:
 class BaseExecutor:
     """The base model alone."""
 
-    kernels, graph, mode = "-", True, ""
-    launches = params = read_params = 0
-    lora_params = 0.0
+    kernels, graph = "-", True
+    launches = params = 0
+    budget_ratio = math.nan
 
     def __init__(self, stack: Stack) -> None:
         self.weights = [layer.weights for layer in stack.layers]
+
+    @property
+    def mode(self) -> str:
+        return ""
+
+    @property
+    def read_params(self) -> int:
+        return 0
 
     def prepare(self, token_slot: Tensor) -> None:
         """The base model reads no adapters."""
@@ -88,15 +104,20 @@ class BaseExecutor:
 class LoraExecutor(BaseExecutor):
     """plain_lora, punica, slora and bd_lora: factors of `lora_geometry` and one family of products."""
 
-    def __init__(self, backend: str, stack: Stack, point: Point, seed: int) -> None:
+    def __init__(self, backend: str, stack: Stack, point: Point, seed: int, gpu: bool) -> None:
         super().__init__(stack)
-        multiple = aligned(1, stack.dtype) if stack.device.type == "cpu" else 1
+        multiple = 1 if gpu else aligned(1, stack.dtype)
         self.geometry = {
             name: lora_geometry(backend, linear, point.rank, stack.tp, multiple)
             for name, linear in stack.linears.items()
         }
         self.products: LoraProducts = lora_products(
-            backend, stack.device, point.tokens, point.resident, has_vllm()
+            backend,
+            stack.device,
+            point.tokens,
+            point.resident,
+            gpu,
+            gpu and has_vllm() and stack.device.type == "cuda",
         )
         self.kernels, self.graph = self.products.name, self.products.graph
         gen = torch.Generator(stack.device).manual_seed(seed)
@@ -108,10 +129,17 @@ class LoraExecutor(BaseExecutor):
             for factors in layer.values():
                 self.products.register(factors)
         self.params = len(stack.layers) * sum(g.params for g in self.geometry.values())
-        self.read_params = point.distinct * self.params
-        self.lora_params = _lora_params(stack, point)
+        self.distinct = point.distinct
+        if backend == "bd_lora":
+            self.budget_ratio = self.params / _lora_params(stack, point)
+        else:
+            self.budget_ratio = sum(g.whole for g in self.geometry.values()) / len(self.geometry) / point.rank
         self.launches = sum(self.products.launches(f, point.distinct) for f in self.factors[0].values())
         self.joined = False
+
+    @property
+    def read_params(self) -> int:
+        return self.distinct * self.params
 
     @staticmethod
     def _factors(g: LoraGeometry, point: Point, stack: Stack, gen: torch.Generator) -> LoraFactors:
@@ -152,13 +180,13 @@ class LoraExecutor(BaseExecutor):
 class TessaExecutor(BaseExecutor):
     """TESSA's slots through the products that serve it: `StaticProducts` on a GPU, `GrowingProducts` on the CPU."""
 
-    def __init__(self, stack: Stack, point: Point, seed: int, mode: str) -> None:
+    def __init__(self, stack: Stack, point: Point, seed: int, mode: str, gpu: bool) -> None:
         super().__init__(stack)
-        self.cuda, self.slots = stack.device.type == "cuda", point.resident
+        self.gpu, self.slots = gpu, point.resident
         self.kernels, self.graph = mode, True
         self.geometry = {name: slice_geometry(linear, point.rank) for name, linear in stack.linears.items()}
         self.schedule = Schedule(mode)  # type: ignore[arg-type]
-        self.step: Any = step_buffers(point.tokens, point.resident, stack.device) if self.cuda else None
+        self.step: Any = step_buffers(point.tokens, point.resident, stack.device) if self.gpu else None
         gen = torch.Generator(stack.device).manual_seed(seed)
         self.products: list[dict[str, Any]] = []
         self.adapters: list[dict[str, tuple[Tensor, Tensor]]] = []
@@ -167,7 +195,7 @@ class TessaExecutor(BaseExecutor):
             self.products.append({name: products for name, (products, _) in made.items()})
             self.adapters.append({name: adapter for name, (_, adapter) in made.items()})
         self.params = len(stack.layers) * sum(g.params for g in self.geometry.values())
-        self.lora_params = _lora_params(stack, point)
+        self.budget_ratio = self.params / _lora_params(stack, point)
         self.launches = len(self.geometry)
         self.tokens, self.distinct = point.tokens, point.distinct
 
@@ -186,7 +214,7 @@ class TessaExecutor(BaseExecutor):
         first = torch.randint(0, limit - g.width + 1, (self.slots, 1), generator=gen, device=weight.device)
         index = first + torch.arange(g.width, device=weight.device)
         delta = delta.to(weight.dtype)
-        if self.cuda:
+        if self.gpu:
             tokens = wide_limit(self.schedule, self.slots, g.width, length)
             products: Any = StaticProducts(self.slots, g.width, g.axis, weight, tokens)
         else:
@@ -205,7 +233,7 @@ class TessaExecutor(BaseExecutor):
         return products, (delta, index)
 
     def prepare(self, token_slot: Tensor) -> None:
-        if self.cuda:
+        if self.gpu:
             step_meta(token_slot, self.slots, out=self.step)
         else:
             self.step = route(token_slot.long(), self.slots)
@@ -219,7 +247,7 @@ class TessaExecutor(BaseExecutor):
 
     def _wide(self) -> list[bool]:
         """Per fused product, whether this point's steps are wide; after `prepare`."""
-        if self.cuda:
+        if self.gpu:
             return [self.tokens <= products.wide_tokens for products in self.products[0].values()]
         return [
             self.schedule.wide(
@@ -229,12 +257,12 @@ class TessaExecutor(BaseExecutor):
         ]
 
     @property
-    def mode(self) -> str:  # type: ignore[override]
+    def mode(self) -> str:
         wide = self._wide()
         return "wide" if all(wide) else "mixed" if any(wide) else "segmented"
 
     @property
-    def read_params(self) -> int:  # type: ignore[override]
+    def read_params(self) -> int:
         used = [self.slots if wide else self.distinct for wide in self._wide()]
         per_layer = sum(n * g.params for n, g in zip(used, self.geometry.values(), strict=True))
         return len(self.products) * per_layer

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from experiments.projection.shapes import COLUMN, FusedLinear
 from tessa.budget import width_for
+from tessa.slices import Axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class SliceGeometry:
     axis "in": delta ``[width, sum(outs)]``, projection p's part zero beyond `widths[p]`; "out": ``[width, d_in]``.
     """
 
-    axis: str
+    axis: Axis
     widths: tuple[int, ...]
     outs: tuple[int, ...]
     d_in: int
@@ -86,6 +87,6 @@ def lora_geometry(backend: str, linear: FusedLinear, rank: int, tp: int, multipl
 
 
 def slice_geometry(linear: FusedLinear, rank: int) -> SliceGeometry:
-    axis = "in" if linear.kind == COLUMN else "out"
+    axis: Axis = "in" if linear.kind == COLUMN else "out"
     widths = tuple(width_for(rank, part.d_out, part.d_in, axis) for part in linear.parts)
     return SliceGeometry(axis, widths, tuple(part.rank_out for part in linear.parts), linear.rank_in)

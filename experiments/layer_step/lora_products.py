@@ -187,8 +187,10 @@ class VllmProducts(LoraProducts):
         return _with_own(factors.gathered.transpose(0, 1), inner, join)
 
 
-def lora_products(backend: str, device: torch.device, tokens: int, slots: int, vllm: bool) -> LoraProducts:
+def lora_products(
+    backend: str, device: torch.device, tokens: int, slots: int, gpu: bool, vllm: bool
+) -> LoraProducts:
     """The family that a backend runs on: `plain_lora` per adapter everywhere, the others grouped."""
-    if backend == "plain_lora" or device.type == "cpu":
+    if backend == "plain_lora" or not gpu:
         return TorchProducts(device, slots, per_adapter=backend == "plain_lora")
     return VllmProducts(device, tokens, slots) if vllm else TritonProducts(device, tokens, slots)

@@ -66,6 +66,7 @@ class Machine:
             "custom_all_reduce": spec.custom_all_reduce,
             "rounds": spec.rounds,
             "repeats": spec.repeats,
+            "round_s": spec.round_s,
             "seed": spec.seed,
         }
 
@@ -78,6 +79,7 @@ class Running:
     executor: Executor
     run: Callable[[], object]
     load: list[Callable[[], object]]
+    repeats: int
     product_error: float
     step_error: float
     samples: list[list[float]] = field(default_factory=list)
@@ -173,15 +175,15 @@ class Bench:
         load[-1]()
         run()
         step_error = check_step(executor, stack, point, caches, *sets[-1], output[0])
-        for number in range(WARM_UP_STEPS):
-            load[number % len(load)]()
-            run()
-        return Running(backend, executor, run, load, product_error, step_error)
+        entry = Running(backend, executor, run, load, WARM_UP_STEPS, product_error, step_error)
+        fastest = min(self._time(entry))
+        entry.repeats = max(2, min(self.spec.repeats, round(self.spec.round_s / fastest)))
+        return entry
 
     def _time(self, entry: Running) -> list[float]:
         if self.machine.device.type == "cuda":
-            return time_cuda(entry.run, entry.load, self.spec.repeats, queued=entry.executor.graph)
-        return time_cpu(entry.run, entry.load, self.spec.repeats)
+            return time_cuda(entry.run, entry.load, entry.repeats, queued=entry.executor.graph)
+        return time_cpu(entry.run, entry.load, entry.repeats)
 
     def _row(self, point: Point, backend: str, stack: Stack, status: str, reason: str = "") -> dict[str, Any]:
         settings = self.machine.settings(self.spec)
@@ -196,7 +198,7 @@ class Bench:
             "variant": backend,
             **{key: value for key, value in asdict(point).items() if key != "sweep"},
             "sweep": point.sweep,
-            "tokens": point.tokens,
+            "tokens": scaled_point(point, self.machine.scale).tokens,
             "num_adapters": point.resident,
             **settings,
             "interconnect": self.collectives.gpu_name,
@@ -213,7 +215,6 @@ class Bench:
         samples = sorted(value / layers for turn in entry.samples for value in turn)
         layer_s = statistics.median(samples)
         comm = self.collectives.of(entry.backend, scaled, stack)
-        base = next((other for other in all_running if other.backend == "base"), None)
         executor.prepare(
             token_slots(scaled, self.spec.base_fraction, torch.Generator()).to(self.machine.device)
         )
@@ -235,23 +236,20 @@ class Bench:
             * point.resident
             * stack.dtype.itemsize,
             "adapter_read_bytes_per_step": executor.read_params // layers * total * stack.dtype.itemsize,
-            "budget_ratio": executor.params / executor.lora_params if executor.lora_params else math.nan,
+            "budget_ratio": executor.budget_ratio,
             "product_error": entry.product_error,
             "step_error": entry.step_error,
         }
-        seconds = row["kernels_s"] + sum(v for k, v in comm.items() if k.endswith("comm_s") and v == v)
-        row["step_s"] = seconds
+        # Without known links a step over several ranks has no time, only its kernels have.
+        seconds = row["step_s"] = row["kernels_s"] + comm["base_comm_s"] + comm["adapter_comm_s"]
         row["output_tokens_per_s"] = point.sequences / seconds if point.phase == "decode" else math.nan
+        base = next((other for other in all_running if other.backend == "base"), None)
         if base is not None:
             # Ratios within a round, so that a drift of the clocks cancels.
-            ratios = [
-                statistics.median(a) / statistics.median(b)
-                for a, b in zip(base.samples, entry.samples, strict=True)
-            ]
-            row["adapter_cost_kernels"] = 1 - statistics.median(ratios)
-            base_comm = sum(v for k, v in comm.items() if k == "base_comm_s" and v == v)
-            base_s = statistics.median(v for turn in base.samples for v in turn) / layers * total + base_comm
-            row["adapter_cost"] = 1 - base_s / seconds
+            turns = zip(base.samples, entry.samples, strict=True)
+            ratio = statistics.median(statistics.median(a) / statistics.median(b) for a, b in turns)
+            row["adapter_cost_kernels"] = 1 - ratio
+            row["adapter_cost"] = 1 - (ratio * row["kernels_s"] + comm["base_comm_s"]) / seconds
         return row
 
 
@@ -266,5 +264,5 @@ def token_slots(point: Point, without: float, gen: torch.Generator) -> Tensor:
 
 
 def scaled_point(point: Point, scale: int) -> Point:
-    """The point on the scaled-down shape: its rank shrinks with the widths, so that its share of the weights stays."""
-    return replace(point, rank=max(1, round(point.rank / scale)))
+    """The point with its prompts as much shorter as the shape is narrower; the KV cache keeps its length."""
+    return point if point.phase == "decode" else replace(point, length=max(1, point.length // scale))

@@ -79,24 +79,26 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _attention(qkv: Tensor, cache: Tensor, point: Point, heads: Heads) -> Tensor:
+    """Softmax written out, over ``[sequences, kv heads, group, queries, keys]``."""
     tokens, group = qkv.shape[0], heads.query // heads.kv
-    q, k, v = qkv.split([heads.query * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim], dim=-1)
-    q = q.view(tokens, heads.query, heads.dim)
-    k, v = (t.view(tokens, heads.kv, heads.dim) for t in (k, v))
-    out = torch.empty_like(q)
-    for sequence in range(point.sequences):
-        if point.phase == "decode":
-            here = slice(sequence, sequence + 1)
-            past = cache[:, sequence, :, :-1].double().transpose(1, 2)
-            keys, values = torch.cat([past[0], k[here]]), torch.cat([past[1], v[here]])
-            mask = None
-        else:
-            here = slice(sequence * point.length, (sequence + 1) * point.length)
-            keys, values = k[here], v[here]
-            mask = torch.ones(point.length, point.length, dtype=torch.bool, device=q.device).triu(1)
-        keys, values = (t.repeat_interleave(group, dim=1) for t in (keys, values))
-        scores = torch.einsum("thd,shd->hts", q[here], keys) / math.sqrt(heads.dim)
-        if mask is not None:
-            scores = scores.masked_fill(mask, -math.inf)
-        out[here] = torch.einsum("hts,shd->thd", scores.softmax(-1), values)
-    return out.reshape(tokens, -1)
+    length = tokens // point.sequences
+    sizes = [heads.query * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim]
+    q, k, v = (
+        part.view(point.sequences, length, -1, heads.dim).transpose(1, 2) for part in qkv.split(sizes, dim=-1)
+    )
+    mask = torch.ones(length, length, dtype=torch.bool, device=qkv.device).triu(1)
+    if point.phase == "decode":
+        k, v = (
+            torch.cat([past[:, :, :-1].double(), new], dim=2) for past, new in zip(cache, (k, v), strict=True)
+        )
+        mask = mask.new_zeros(1, k.shape[2])
+    out = []
+    for number, keys in enumerate(k):  # one sequence at a time: the scores of all would be large
+        scores = (
+            q[number].unflatten(0, (heads.kv, group))
+            @ keys.unsqueeze(1).transpose(-1, -2)
+            / math.sqrt(heads.dim)
+        )
+        weights = scores.masked_fill(mask, -math.inf).softmax(-1)
+        out.append((weights @ v[number].unsqueeze(1)).flatten(0, 1))
+    return torch.stack(out).transpose(1, 2).reshape(tokens, -1)

@@ -33,9 +33,11 @@ class LayerStepSpec:
         rank: rank-equivalent budget. distinct: adapters in the step. resident: slots, None for as many as distinct.
         layers: layers in the timed stack; None: so many that their weights exceed the cache three times.
         base_fraction: share of the sequences that use no adapter.
-        scale: hidden size, head size, MLP width and rank are divided by it; None: 1 on a GPU, 4 on the CPU.
+        scale: hidden size, head size, MLP width and prompts' length are divided by it; None: 1 on a GPU, 4 on the CPU.
+            The rank stays, so adapters are a `scale` times larger share of the weights.
         interconnect: GPU whose links the collectives' model takes; None: the GPU that is measured, none on a CPU.
-        rounds, repeats: backends take turns for `rounds` rounds of `repeats` steps each.
+        rounds, repeats, round_s: backends take turns for `rounds` rounds, each of at most `repeats` steps and, after
+            two, about `round_s` seconds.
         budget_s: seconds after which no further point is begun; None: no limit.
     """
 
@@ -64,14 +66,15 @@ class LayerStepSpec:
     custom_all_reduce: bool = True
     rounds: int = 5
     repeats: int = 20
+    round_s: float = 1.0
     budget_s: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("backends", BACKENDS), ("phases", PHASES)):
+        for name, known in (("backends", BACKENDS), ("phases", PHASES)):
             values = getattr(self, name)
-            if isinstance(values, str) or not values or set(values) - set(allowed):
-                raise UserError(f"{name}={values!r}: give a list of {', '.join(allowed)}")
+            if isinstance(values, str) or not values or set(values) - set(known):
+                raise UserError(f"{name}={values!r}: give a list of {', '.join(known)}")
         for name, value, allowed in (("device", self.device, DEVICES), ("dtype", self.dtype, DTYPES)):
             if value not in allowed:
                 raise UserError(f"{name}={value!r} is unknown; allowed: {', '.join(allowed)}")
@@ -165,7 +168,8 @@ def scaled_shape(name: str, scale: int) -> ModelShape:
         raise UserError(
             f"scale={scale} does not divide {name}'s sizes {sizes}; allowed: 1, 2, 4, 8, 16, 32, ..."
         )
-    return replace(shape, **{key: size // scale for key, size in sizes.items()})
+    hidden, head_dim, ffn = (size // scale for size in sizes.values())
+    return replace(shape, hidden=hidden, head_dim=head_dim, ffn=ffn)
 
 
 def cell_id(point: Point, backend: str, settings: dict[str, object]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 Call = Callable[[], object]
+BUSY_CYCLES = 400_000  # about 0.2 ms, several times what the launch of a graph takes the CPU
 
 
 def capture(step: Call, warm_up: int = 2) -> torch.cuda.CUDAGraph:
@@ -27,13 +28,15 @@ def capture(step: Call, warm_up: int = 2) -> torch.cuda.CUDAGraph:
 def time_cuda(run: Call, load: Sequence[Call], repeats: int, queued: bool) -> list[float]:
     """Device seconds of each of `repeats` runs. `load` puts the next input set in place, outside of the time.
 
-    queued: the runs are queued one behind the other, as a graph's launch would otherwise count its way to the
-    device. Not queued (a step that is launched kernel by kernel): the time is from idle to idle, gaps included.
+    queued: the device is kept busy while a run is put behind it, as the way of a graph's launch to the device would
+    otherwise count. Not queued (a step that is launched kernel by kernel): from idle to idle, gaps included.
     """
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for number, (start, end) in enumerate(events):
         load[number % len(load)]()
-        if not queued:
+        if queued:
+            torch.cuda._sleep(BUSY_CYCLES)
+        else:
             torch.cuda.synchronize()
         start.record()
         run()

@@ -1,0 +1,149 @@
+"""Figures of the layer step: adapter cost of one rank's kernels, from the rows that `experiment=layer_step` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import style
+from tessa.errors import UserError
+
+FOLDER = "layer_step"
+SHOWN = ("plain_lora", "punica", "slora", "bd_lora", "tessa")
+MODES = {"tessa:wide": ("TESSA, wide only", "--"), "tessa:segmented": ("TESSA, segmented only", ":")}
+AXES = {
+    "sequences": "sequences in the batch",
+    "distinct": "distinct adapters (as many slots)",
+    "resident": "resident adapters",
+    "rank": "budget (rank-equivalents)",
+}
+
+
+def read(results_dir: str | Path) -> pd.DataFrame:
+    """All rows; UserError names the command that makes them."""
+    path = Path(results_dir) / FOLDER / "rows.csv"
+    if not path.is_file():
+        raise UserError(f"no layer step at {path}; make it with: python run.py experiment=layer_step")
+    return pd.read_csv(path)
+
+
+def _complete(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[(frame.status == "complete") & (frame.variant != "base")]
+
+
+def start_of(frame: pd.DataFrame, phase: str) -> pd.Series:
+    """The setting that the sweeps start from: that of the rows over tp."""
+    rows = frame[(frame.sweep == "tp") & (frame.phase == phase)]
+    return rows.sort_values("tp").iloc[-1]
+
+
+def along(frame: pd.DataFrame, axis: str, phase: str = "decode") -> pd.DataFrame:
+    """The rows of one model in which only `axis` differs from the start; x in column `x`."""
+    start = start_of(frame, phase)
+    rows = frame[frame.phase == phase]
+    for column in ("tp", "sequences", "length", "rank", "distinct", "resident"):
+        free = column == axis or (axis == "sequences" and column == "distinct")
+        if not free and not (axis == "distinct" and column == "resident"):
+            rows = rows[rows[column] == start[column]]
+    if axis == "distinct":
+        rows = rows[rows.resident == rows.distinct]
+    return rows.assign(x=rows[axis])
+
+
+def _curves(axes: Axes, rows: pd.DataFrame) -> None:
+    present = [v for v in (*SHOWN, *MODES) if (rows.variant == v).any()]
+    for variant in present:
+        mine = rows[rows.variant == variant].sort_values("x")
+        backend = variant.partition(":")[0]
+        label, line = MODES.get(variant, (style.name(backend), "-"))
+        marker = style.MARKERS[backend] if variant not in MODES else None
+        axes.plot(
+            mine.x, mine.adapter_cost_kernels * 100, color=style.colour(backend), marker=marker, ls=line,
+            lw=1.2, markersize=4, label=label,
+        )  # fmt: skip
+    ticks = sorted(rows.x.unique())
+    if ticks:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    axes.axhline(0.0, color="black", linewidth=0.6)
+
+
+def _title(frame: pd.DataFrame) -> str:
+    first = frame.iloc[0]
+    scale = f", widths divided by {int(first.scale)}" if first["scale"] > 1 else ""
+    return f"Emulated: one rank's kernels on {first.device}, {first['dtype']}{scale}; collectives left out"
+
+
+def cost_over_tp(frame: pd.DataFrame) -> Figure:
+    """Adapter cost of the kernels over TP; a row per phase, a column per model."""
+    phases = [p for p in ("decode", "prefill") if (frame.phase == p).any()]
+    models = list(dict.fromkeys(frame.model))
+    with plt.rc_context(style.RC):
+        figure, grid = plt.subplots(
+            len(phases), len(models), figsize=(style.TWO_COLUMNS, 1.9 * len(phases) + 0.9), sharey="row",
+            squeeze=False, layout="constrained",
+        )  # fmt: skip
+        for i, phase in enumerate(phases):
+            for j, model in enumerate(models):
+                axes, rows = grid[i][j], frame[frame.model == model]
+                if (rows.phase == phase).any():
+                    _curves(axes, _complete(along(rows, "tp", phase)))
+                    start = start_of(rows, phase)
+                    axes.set_title(f"{model}, {phase}, {int(start.tokens)} tokens")
+                if i == len(phases) - 1:
+                    axes.set_xlabel("tensor-parallel ranks")
+            grid[i][0].set_ylabel("adapter cost (%)")
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        figure.suptitle(_title(frame), fontsize=8)
+    return figure
+
+
+def sweeps(frame: pd.DataFrame, model: str) -> Figure:
+    """Adapter cost of a decode step's kernels over batch, distinct and resident adapters, and budget."""
+    rows = frame[frame.model == model]
+    with plt.rc_context(style.RC):
+        figure, grid = plt.subplots(2, 2, figsize=(style.TWO_COLUMNS, 4.6), sharey=True, layout="constrained")
+        for (axis, label), axes in zip(AXES.items(), grid.flat, strict=True):
+            _curves(axes, _complete(along(rows, axis)))
+            axes.set_xlabel(label)
+        for axes in grid[:, 0]:
+            axes.set_ylabel("adapter cost (%)")
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        start = start_of(rows, "decode")
+        figure.suptitle(f"{_title(frame)}; {model}, TP {int(start.tp)}, decode", fontsize=8)
+    return figure
+
+
+def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
+    """All figures of the layer step as PNG and PDF; returns the paths. The newest device's rows alone are drawn."""
+    frame, out = read(results_dir), Path(out_dir)
+    newest = frame.sort_values("measured_at").iloc[-1]
+    frame = frame[(frame.device == newest.device) & (frame["scale"] == newest["scale"])]
+    frame = frame.drop_duplicates([*_KEY], keep="last")
+    out.mkdir(parents=True, exist_ok=True)
+    figures = {"layer_step_tp": cost_over_tp(frame)}
+    for model in dict.fromkeys(frame.model):
+        mine = frame[frame.model == model]
+        if (mine.sweep != "tp").any() and ((mine.sweep == "tp") & (mine.phase == "decode")).any():
+            figures[f"layer_step_sweeps_{model}"] = sweeps(frame, model)
+    paths = []
+    for stem, figure in figures.items():
+        for suffix in ("png", "pdf"):
+            paths.append(out / f"{stem}.{suffix}")
+            figure.savefig(paths[-1])
+        plt.close(figure)
+    return paths
+
+
+_KEY = ("variant", "model", "tp", "phase", "sequences", "length", "rank", "distinct", "resident")
