@@ -16,18 +16,25 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
+from experiments import config as schema
 from experiments import models
+from experiments.backends import known_backends, resolve
 from experiments.engine import gate as gating
+from experiments.engine.parent import make_engine
 from experiments.engine.setup import COMMON_ENV, cpu_env
+from experiments.grid import EngineGroup, engine_identity
+from experiments.measure.types import records_from_frame
+from experiments.workload import build
 from tessa.adapter_io import write_adapter
 from tessa.offsets import plan_slices
 
@@ -90,6 +97,15 @@ class Server:
             float(np.abs(np.subtract(own, right["prompt_logprobs"])).max()),
             float(np.abs(np.subtract(new, right["logprobs"])).max()),
         )
+
+
+def running_server_group(server: Server, counts: str) -> EngineGroup:
+    """What the grid makes of `backend=openai url=... backend.options.adapters=[across,along]`."""
+    known = known_backends()["openai"]
+    known.options.update(url=server.url, adapters=["across", "along"], counts=counts)
+    config = schema.RunConfig(backend=resolve(known, "cpu"), model=asdict(models.load_named("tiny")))
+    config.adapters.count = 2
+    return EngineGroup(engine_identity(config, "cpu"), "key", (), config)
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +215,42 @@ def test_prefix_cache_is_kept_apart_by_adapter(server: Server) -> None:
             own = server.logprobs(name if name != "base" else str(server.model), server.prompts[1])[1]
             right = server.expected[name][1]["logprobs"]
             assert np.abs(np.subtract(own, right)).max() < 1e-4, name
+
+
+@pytest.mark.parametrize("counts", ["token_ids", "usage"])
+def test_the_harness_measures_the_running_server(server: Server, tmp_path: Path, counts: str) -> None:
+    """backend=openai: names as the server lists them, the gate over HTTP, counts from the server."""
+    group = running_server_group(server, counts)
+    work = build(
+        {
+            "num_requests": 9,
+            "num_adapters": 2,
+            "arrivals": {"kind": "closed_loop", "concurrency": 4},
+            "prompt_tokens": {"kind": "uniform", "low": 5, "high": 40},
+            "output_tokens": {"kind": "uniform", "low": 1, "high": 12},
+            "popularity": {"kind": "uniform"},
+            "base_fraction": 0.3,
+        },
+        vocab_size=models.load_named("tiny").vocab_size,
+    )
+    assert {r.adapter for r in work.requests} == {None, 0, 1}
+    engine = make_engine(group, tmp_path / "log", tmp_path)
+    try:
+        engine.start(60)
+        assert engine.started["base_model"] == str(server.model)
+        gate = engine.gate({})
+        assert gate["passed"], gate
+        assert gate["reference"] == "none: the server with itself"
+        path = work.save(tmp_path)
+        engine.warmup(path)
+        result = engine.run(path, {"request_timeout_s": 60.0, "stall_timeout_s": 60.0})
+        records = records_from_frame(pd.read_parquet(result["records"]))
+    finally:
+        engine.stop()
+    for record, request in zip(records, work.requests, strict=True):
+        assert (record.status, record.error) == ("ok", None)
+        assert record.output_tokens == len(record.token_times_s) == request.output_tokens
+        assert record.prompt_tokens == len(request.prompt_token_ids)
 
 
 @pytest.mark.parametrize(
