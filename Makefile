@@ -3,7 +3,7 @@
 PY := .venv/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint typecheck format traces clean distclean
+.PHONY: help setup demo test lint typecheck format traces gpu-check clean distclean
 
 help:
 	@echo "make demo       tensor-parallel comparison of all backends on the CPU, table and figure at the end"
@@ -11,6 +11,7 @@ help:
 	@echo "make setup      only create or repair .venv"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite what it can"
+	@echo "make gpu-check  kernels and layer step on a GPU, in any Python with PyTorch (PY=python3 OUT=folder)"
 	@echo "make traces     fetch or convert the published request traces"
 	@echo "make clean      remove caches; make distclean: .venv too"
 
@@ -39,6 +40,11 @@ format: setup
 
 traces: setup
 	$(PY) -m experiments.workload.traces
+
+OUT ?= results/gpu_check
+
+gpu-check:
+	PYTHON=$(if $(filter command line,$(origin PY)),$(PY),python3) sh scripts/gpu_check.sh $(OUT) $(GPU_CHECK_ARGS)
 
 clean:
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis outputs multirun build *.egg-info

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import grouped_mm
+from torch.nn import functional as F
 
 from tessa.ops.routing import Routing
 
@@ -17,7 +17,7 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, step: Routing) ->
     groups = step.groups
     if len(groups) == 1:
         return torch.mm(rows, weights[groups[0]].t())
-    return grouped_mm(rows, weights.transpose(1, 2), offs=step.ends)
+    return F.grouped_mm(rows, weights.transpose(1, 2), offs=step.ends)
 
 
 def per_adapter_product(rows: torch.Tensor, weights: torch.Tensor, step: Routing) -> torch.Tensor:

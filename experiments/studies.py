@@ -87,9 +87,9 @@ def _layer_step(config: RunConfig, results: Path, looking: bool) -> int:
     frame = RowFile(out).frame()
     print(table(frame))
     if len(frame):
-        from analysis import layer_step
+        from analysis.layer_step import draw
 
-        for path in layer_step.draw(results, results / "figures"):
+        for path in draw(results, results / "figures"):
             print(f"figure: {path}")
     return status
 

@@ -1,0 +1,60 @@
+"""The GPU's side without a GPU: its products in Triton's interpreter, and the prepared script on the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+INTERPRETED = Path(__file__).with_name("interpreted_gpu_path.py")
+BLOCKED = (
+    "hydra", "omegaconf", "vllm", "pyarrow", "peft", "transformers", "psutil", "scipy", "matplotlib", "safetensors",
+)  # fmt: skip
+
+
+def test_products_in_the_interpreter(repo_root: Path) -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(INTERPRETED)]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=repo_root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout.strip().splitlines()[-1]
+
+
+def gpu_check(repo_root: Path, folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["sh", str(repo_root / "scripts" / "gpu_check.sh"), *arguments]
+    settings = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True)
+
+
+def test_the_script_needs_torch_numpy_and_pandas_alone(repo_root: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {BLOCKED!r}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+    )
+    done = gpu_check(repo_root, tmp_path, "rows", "--device", "cpu", "--quick", PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kernel check on cpu: 72 of 72 cases right" in done.stdout
+    assert done.stdout.strip().splitlines()[-1] == "48 rows complete"
+    frame = pd.read_csv(tmp_path / "rows" / "rows.csv")
+    assert set(frame.status) == {"complete"}
+    assert {file.name for file in (tmp_path / "rows").iterdir()} == {
+        "rows.csv", "environment.json", "spec.json", "kernels.log", "layer_step.log",
+    }  # fmt: skip
+
+
+def test_the_script_fails_where_there_is_no_gpu(repo_root: Path, tmp_path: Path) -> None:
+    done = gpu_check(repo_root, tmp_path, "rows", "--quick", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "device=cuda, but PyTorch finds no GPU here" in done.stdout
+    assert gpu_check(repo_root, tmp_path).returncode == 2
