@@ -217,7 +217,7 @@ def fake_model(torch: Any) -> Any:
     class KvCache:
         def __init__(self, owner: Any, length: int) -> None:
             owner["caches"] += 1
-            self.owner, self.length, self.history = owner, length, 0
+            self.owner, self.length, self.history, self.filled = owner, length, 0, 0
 
         def acquire_one(self) -> None:
             self.length += 1
@@ -233,11 +233,12 @@ def fake_model(torch: Any) -> Any:
         logits = torch.zeros(len(rows), 97)
         position = 0
         for cache, length in zip(prefill or [], prefills, strict=True):
-            cache.history = int(input_ids[:length].sum())
+            cache.history, cache.filled = int(input_ids[:length].sum()), length
             position += length
             logits[position - 1, (cache.history + 7 * rows[position - 1]) % 97] = 5.0
         for cache in decode or []:
-            cache.history = 3 * cache.history + int(input_ids[position])
+            cache.history, cache.filled = 3 * cache.history + int(input_ids[position]), cache.filled + 1
+            assert cache.length == cache.filled, "a place for the new token is reserved before the step"
             logits[position, (cache.history + 7 * rows[position] + cache.length) % 97] = 5.0
             position += 1
         return logits, None
