@@ -117,6 +117,10 @@ class Server:
             result["passed"] = True
         return result
 
+    async def probe(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """Log-probabilities of requests of one's own, in one batch."""
+        return {"outputs": await self._probe([GateRequest(**r) for r in requests])}
+
     async def _probe(self, requests: list[GateRequest]) -> list[dict[str, Any]]:
         """Log-probabilities of prompts and greedy continuations, all in one batch."""
         from vllm import SamplingParams

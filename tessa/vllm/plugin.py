@@ -51,14 +51,24 @@ def resolve_hook(name: str) -> type[AdapterHook]:
 @contextmanager
 def _installed(hook: AdapterHook) -> Iterator[None]:
     """While vLLM wraps the model's layers, offer it the hook's classes and its step metadata."""
+    import vllm.lora.layers.base_linear as base_linear
     import vllm.lora.model_manager as model_manager
     import vllm.lora.utils as lora_utils
 
     classes, get_wrapper = lora_utils._all_lora_classes, model_manager.get_punica_wrapper
+    get_device = base_linear._get_lora_device
 
     def get_punica_wrapper(*args: Any, **kwargs: Any) -> Any:
         return hook.punica_wrapper(*args, **kwargs) or get_wrapper(*args, **kwargs)
 
+    def _get_lora_device(base_layer: Any) -> Any:
+        # vLLM asks the weight, which its 8-bit CPU kernels have packed and dropped.
+        try:
+            return get_device(base_layer)
+        except AttributeError:
+            return hook.vllm_config.device_config.device
+
+    base_linear._get_lora_device = _get_lora_device
     lora_utils._all_lora_classes = (*hook.layer_classes(), *classes)
     model_manager.get_punica_wrapper = get_punica_wrapper
     try:
@@ -66,6 +76,7 @@ def _installed(hook: AdapterHook) -> Iterator[None]:
     finally:
         lora_utils._all_lora_classes = classes
         model_manager.get_punica_wrapper = get_wrapper
+        base_linear._get_lora_device = get_device
 
 
 def _wrap_create(original: Callable[..., Any]) -> Callable[..., Any]:
