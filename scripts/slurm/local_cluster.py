@@ -32,8 +32,8 @@ ClusterName=local
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
-# A job that was queued again waits as long as a credential lives.
-AuthInfo=socket={folder}/munge.socket,cred_expire=3
+# A job that is queued again waits as long as a credential lives; 5 s is the least.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmctldPort={ctld_port}
 SlurmdPort={slurmd_port}
 StateSaveLocation={folder}/state
@@ -60,8 +60,8 @@ KillWait=5
 MinJobAge=300
 GresTypes=gpu
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus} Feature=pretended State=UNKNOWN
-PartitionName=main Default=YES Nodes={host} MaxTime=60 PriorityTier=1 GraceTime=20
-PartitionName=urgent Nodes={host} MaxTime=60 PriorityTier=10 PreemptMode=OFF
+PartitionName=main Default=YES Nodes={host} MaxTime=12:00:00 PriorityTier=1 GraceTime=20
+PartitionName=urgent Nodes={host} MaxTime=12:00:00 PriorityTier=10 PreemptMode=OFF
 """
 
 

@@ -111,7 +111,7 @@ class Sweeps:
             json.loads((self.results / "tp_scaling" / c / "config.json").read_text()) for c in rows["cell"]
         ]
         rows["seed"] = [config["adapters"]["seed"] for config in configs]
-        rows["slurm"] = [summary["provenance"]["slurm"] for summary in summaries]
+        rows["slurm"] = [summary["environment"]["slurm"] for summary in summaries]
         return rows.set_index(["seed", "backend"]).sort_index()
 
 
@@ -143,6 +143,12 @@ def making_sweeps(environment: dict[str, str]) -> Iterator[Sweeps]:
 
 @pytest.fixture
 def sweeps(cluster: Any) -> Iterator[Sweeps]:
+    with making_sweeps(cluster.environment) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def array_sweeps(cluster: Any) -> Iterator[Sweeps]:
     with making_sweeps(cluster.environment) as made:
         yield made
 
