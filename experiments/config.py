@@ -174,7 +174,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     enforce_eager: bool | None = None
-    kv_cache_gib: float = 1.0
+    kv_cache_gib: float = 0.25
     gpu_memory_utilization: float = 0.9
     distributed_executor: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import psutil
+
+from experiments import models
 from experiments.config import RunConfig
 from experiments.console import duration
-from experiments.grid import Cell, Plan
+from experiments.grid import Cell, EngineGroup, Plan
 from experiments.store import Store
 
+PROCESS_GIB = 0.65
+"""Memory of one process that has imported vLLM: measured 0.5 to 0.6 for each of front end, core and worker."""
+MEMORY_SHARE = 0.9
 ENGINE_START_S = 40.0
 """Start, gate and warm-up of one engine on a CPU with a small model, where no stored cell tells."""
 CPU_TOKENS_PER_S = 150.0
@@ -96,3 +103,25 @@ def _would_run(status: str, config: RunConfig) -> bool:
     if config.only == "failed":
         return status not in ("complete", "missing")
     return config.force or status != "complete"
+
+
+def engine_gib(group: EngineGroup) -> float:
+    """Memory of one engine on the CPU, in GiB: its processes, KV cache, and each rank's weights twice (as loaded
+    and as packed for the kernels)."""
+    tp = int(group.engine["tp"])
+    model = models.load_spec(group.config.model)
+    width = 4 if group.engine["dtype"] == "float32" else 2
+    linear = sum(d_out * d_in for d_out, d_in in model.linear_shapes().values())
+    weights = width * (linear + 2 * model.vocab_size * model.hidden_size) / 2**30
+    return (2 + tp) * PROCESS_GIB + tp * float(group.engine["engine"]["kv_cache_gib"]) + 2 * weights
+
+
+def side_by_side(groups: Sequence[EngineGroup]) -> str | None:
+    """Why these engines cannot all be up at once; None where they can."""
+    if any(group.engine["device"] != "cpu" for group in groups):
+        return "an engine takes the whole GPU"
+    need = sum(engine_gib(group) for group in groups)
+    have = psutil.virtual_memory().available / 2**30
+    if need > MEMORY_SHARE * have:
+        return f"{len(groups)} engines need about {need:.0f} GiB and {have:.0f} GiB are free"
+    return None

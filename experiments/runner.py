@@ -19,6 +19,7 @@ from experiments.cells import CellRun, Failure, base_throughput, summarise_cell
 from experiments.claims import Claim
 from experiments.config import MeasureConfig
 from experiments.console import Console
+from experiments.estimate import side_by_side
 from experiments.grid import Cell, EngineGroup, Plan, Point
 from experiments.loggers import Logger
 from experiments.store import Store
@@ -108,6 +109,7 @@ class Runner:
         self.session = uuid.uuid4().hex[:12]
         self.start_state = provenance.git_state()
         self.outcome = Outcome()
+        self.interleave = measure.interleave
         self._claims: dict[str, Claim] = {}
         self._slots: list[Slot] = []
         self._signals = StopSignals()
@@ -148,8 +150,14 @@ class Runner:
         self._add_base_reference(point, logs)
         workloads = [w for w in point.workloads if any(w in slot.pending for slot in self._slots)]
         mode = {"resident": self._resident, "restart": self._restart, "off": self._one_by_one}
+        self.interleave = self.measure.interleave
+        if self.interleave == "resident" and len(self._slots) > 1:
+            reason = side_by_side([slot.group for slot in self._slots])
+            if reason is not None:
+                self.interleave = "restart"
+                self.console.note(f"{reason}, so each round starts its engines anew (interleave=restart)")
         try:
-            mode[self.measure.interleave](workloads)
+            mode[self.interleave](workloads)
         finally:
             with self._signals.shielded():
                 self._stop_all()
@@ -346,7 +354,7 @@ class Runner:
 
     @property
     def _parks(self) -> bool:
-        return self.measure.interleave == "resident" and len(self._slots) > 1
+        return self.interleave == "resident" and len(self._slots) > 1
 
     def _park(self, slot: Slot) -> None:
         if self._parks and slot.engine is not None:

@@ -23,6 +23,7 @@ from experiments.measure.types import TokenEvent
 from tessa.vllm.lifetime import die_with_parent
 
 COUNTED_STEPS = 8
+HEARTBEAT_S = 30.0
 
 
 class VllmClient:
@@ -256,6 +257,7 @@ async def serve(server: Any, commands: Any, answers: Any) -> None:
         name, arguments = command["command"], command.get("arguments", {})
         if name == "stop":
             break
+        beat = asyncio.create_task(_beat(answers))
         try:
             value = await getattr(server, name)(**arguments)
             answer: dict[str, Any] = {"ok": True, "value": value}
@@ -266,9 +268,19 @@ async def serve(server: Any, commands: Any, answers: Any) -> None:
                 "message": str(error),
                 "traceback": traceback.format_exc(),
             }
+        finally:
+            beat.cancel()
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
     server.stop()
+
+
+async def _beat(answers: Any) -> None:
+    """Tell the parent that a long command is under way; a load may last for hours and limits itself."""
+    while True:
+        await asyncio.sleep(HEARTBEAT_S)
+        answers.write(json.dumps({"alive": True}) + "\n")
+        answers.flush()
 
 
 def main(argv: list[str], server: Callable[[EngineSetup], Any] = Server) -> int:

@@ -23,6 +23,7 @@ from baselines import get_backend
 from experiments.engine.setup import COMMON_ENV, EngineSetup
 
 DEFAULT_TIMEOUT_S = 900.0
+"""Without an answer or a sign of life for so long, a child counts as hung."""
 STOP_GRACE_S = 15.0
 # What vLLM's processes say when another of its processes has failed.
 GENERIC = (
@@ -182,13 +183,15 @@ class EngineProcess:
             self._commands.flush()
         except OSError:
             raise self._died(command) from None
-        line = self._read_line(command, timeout_s)
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            raise EngineError(
-                "failed", f"{command}: an answer that is not JSON: {line[:80]!r}", self.log_path
-            ) from None
+        answer: dict[str, Any] = {"alive": True}
+        while answer.get("alive"):  # each sign of life starts the time-out anew
+            line = self._read_line(command, timeout_s)
+            try:
+                answer = json.loads(line)
+            except ValueError:
+                raise EngineError(
+                    "failed", f"{command}: an answer that is not JSON: {line[:80]!r}", self.log_path
+                ) from None
         if not answer["ok"]:
             raise EngineError("failed", self._reason(command, answer), self.log_path, answer["traceback"])
         return answer["value"]

@@ -1,7 +1,7 @@
 """A child that follows a script in place of an engine: ``{"command": behaviour}`` in the setup's environment.
 
 Behaviours: "ok" answers; "raise" answers with an error; "die" is killed; "exit" ends with status 3; "hang" never
-answers; "orphan" starts a process in the same session and then is killed; "garbage" is a line that is no answer.
+answers; "slow" gives signs of life first; "orphan" starts a process in the same session and then is killed; "garbage" is a line that is no answer.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def main() -> int:
                 orphan = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
                 Path(script["orphan_pid"]).write_text(str(orphan.pid))
                 os.kill(os.getpid(), signal.SIGKILL)
+            if behaviour == "slow":  # longer than the time-out in all, with a sign of life in between
+                for _ in range(3):
+                    print(json.dumps({"alive": True}), file=answers, flush=True)
             if behaviour == "garbage":
                 answers.write("not json\n")
             elif behaviour == "raise":

@@ -52,6 +52,12 @@ def test_a_healthy_engine_answers_parks_and_stops(engine: ScriptedEngine) -> Non
     engine.stop()
 
 
+@pytest.mark.parametrize("engine", [{"gate": "slow"}], indirect=True)
+def test_signs_of_life_are_no_answer(engine: ScriptedEngine) -> None:
+    engine.start(30)
+    assert engine.gate({}) == {"command": "gate"}
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("engine", "command", "kind", "reason"),
