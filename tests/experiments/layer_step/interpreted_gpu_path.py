@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.layer_step import fused, fused_kernels
+from experiments.layer_step import executors, fused, fused_kernels, lora_products
 from experiments.layer_step.executors import make_executor
 from experiments.layer_step.gate import check_products
 from experiments.layer_step.measure import token_slots
@@ -49,3 +49,27 @@ def test_products_are_right(backend: str) -> None:
     )
     slots = token_slots(POINT, 0.3, gen)
     assert check_products(executor, stack, POINT, build_caches(stack, POINT, 3), inputs, slots) < 1e-5
+
+
+@pytest.mark.skipif(not executors.has_vllm(), reason="vLLM is not installed")
+def test_vllms_own_kernels_are_called_as_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM for the CPU comes with the kernels' source and turns Triton off; the interpreter needs no driver."""
+    import triton
+    from vllm import triton_utils
+
+    for name, value in (("triton", triton), ("tl", triton.language), ("HAS_TRITON", True)):
+        monkeypatch.setattr(triton_utils, name, value)
+    stack = build_stack(scaled_shape("llama-3.1-8b", 32), 2, 1, torch.float16, torch.device("cpu"), 0)
+    gen = torch.Generator().manual_seed(1)
+    first, second = torch.randn(2, 5, 128, generator=gen).half()
+    monkeypatch.setattr(
+        executors,
+        "lora_products",
+        lambda _, device, tokens, slots, *rest: lora_products.VllmProducts(device, tokens, slots),
+    )
+    executor = make_executor("slora", stack, POINT, 2, gpu=True)
+    assert executor.kernels == "vllm"
+    slots = token_slots(POINT, 0.3, gen)
+    assert (
+        check_products(executor, stack, POINT, build_caches(stack, POINT, 3), (first, second), slots) < 1e-2
+    )
