@@ -43,6 +43,7 @@ def test_a_healthy_engine_answers_parks_and_stops(engine: ScriptedEngine) -> Non
     assert engine._process is not None
     process = psutil.Process(engine._process.pid)
     engine.park()
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # returns once the child has stopped
     assert process.status() == psutil.STATUS_STOPPED
     engine.resume()
     assert engine.gate({}) == {"command": "gate"}
