@@ -65,6 +65,9 @@ def _curves(axes: Axes, rows: pd.DataFrame) -> None:
         backend = variant.partition(":")[0]
         label, line = MODES.get(variant, (style.name(backend), "-"))
         marker = style.MARKERS[backend] if variant not in MODES else None
+        if variant not in MODES:
+            low, high = mine.adapter_cost_kernels_low * 100, mine.adapter_cost_kernels_high * 100
+            axes.fill_between(mine.x, low, high, color=style.colour(backend), alpha=0.15, linewidth=0)
         axes.plot(
             mine.x, mine.adapter_cost_kernels * 100, color=style.colour(backend), marker=marker, ls=line,
             lw=1.2, markersize=4, label=label,
@@ -80,7 +83,8 @@ def _curves(axes: Axes, rows: pd.DataFrame) -> None:
 def _title(frame: pd.DataFrame) -> str:
     first = frame.iloc[0]
     scale = f", widths divided by {int(first.scale)}" if first["scale"] > 1 else ""
-    return f"Emulated: one rank's kernels on {first.device}, {first['dtype']}{scale}; collectives left out"
+    where = f"one rank's kernels on {first.device}, {first['dtype']}{scale}"
+    return f"Emulated: {where}; collectives left out; bands: least and most of the rounds"
 
 
 def cost_over_tp(frame: pd.DataFrame) -> Figure:

@@ -247,8 +247,10 @@ class Bench:
         if base is not None:
             # Ratios within a round, so that a drift of the clocks cancels.
             turns = zip(base.samples, entry.samples, strict=True)
-            ratio = statistics.median(statistics.median(a) / statistics.median(b) for a, b in turns)
+            ratios = sorted(statistics.median(a) / statistics.median(b) for a, b in turns)
+            ratio = statistics.median(ratios)
             row["adapter_cost_kernels"] = 1 - ratio
+            row["adapter_cost_kernels_low"], row["adapter_cost_kernels_high"] = 1 - ratios[-1], 1 - ratios[0]
             row["adapter_cost"] = 1 - (ratio * row["kernels_s"] + comm["base_comm_s"]) / seconds
         return row
 
