@@ -125,7 +125,7 @@ def sweeps(frame: pd.DataFrame, model: str) -> Figure:
         handles, labels = grid[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
         start = start_of(rows, "decode")
-        figure.suptitle(f"{_title(frame)}; {model}, TP {int(start.tp)}, decode", fontsize=8)
+        figure.suptitle(f"{_title(frame)}\n{model}, TP {int(start.tp)}, decode", fontsize=8)
     return figure
 
 
