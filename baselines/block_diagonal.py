@@ -25,6 +25,7 @@ from vllm.lora.utils import get_adapter_absolute_path
 from baselines.vllm_lora import GroupedLoRA
 from tessa.errors import UserError
 from tessa.ops.slots import aligned
+from tessa.vllm.layers import adapter_dtype
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -129,7 +130,7 @@ class BlockDiagonalLoRA(GroupedLoRA):
             peft_helper=helper,
             lora_model_id=request.lora_int_id,
             device="cpu",
-            dtype=manager.lora_config.lora_dtype,
+            dtype=adapter_dtype(manager.lora_config),
             model_vocab_size=manager.vocab_size,
             weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
         )

@@ -18,6 +18,7 @@ from baselines.grouped import GroupedWrapper, NoComputeWrapper, PerAdapterWrappe
 from tessa.backend import AdapterHook
 from tessa.errors import UserError
 from tessa.ops.slots import aligned
+from tessa.vllm.layers import adapter_dtype
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -70,7 +71,7 @@ class GroupedLoRA(AdapterHook):
             manager.get_dummy_lora_warmup_rank = lambda default: min(default, int(loaded))
         rank = self.exact_rank
         if rank is not None:
-            rank = aligned(rank, manager.lora_config.lora_dtype)
+            rank = aligned(rank, adapter_dtype(manager.lora_config))
             if manager.lora_config.fully_sharded_loras and rank % self.tp_size:
                 rank = math.lcm(rank, self.tp_size)
         for layer in linear:

@@ -141,7 +141,7 @@ class Server:
         )
 
         async def one(i: int, request: GateRequest) -> dict[str, Any]:
-            final = None
+            final: Any = None
             async for output in self.engine.generate(
                 {"prompt_token_ids": request.prompt},
                 params,
@@ -208,9 +208,9 @@ class Server:
         assert self.client is not None
         client = self.client
         client.next_run()
-        adapters = list(range(min(len(client.requests), self.setup.engine_args.get("max_loras", 0)))) or [
-            None
-        ]
+        adapters: list[int | None] = list(
+            range(min(len(client.requests), self.setup.engine_args.get("max_loras", 0)))
+        ) or [None]
         params = SamplingParams(max_tokens=COUNTED_STEPS, ignore_eos=True, temperature=0.0, detokenize=False)
 
         async def one(i: int, adapter: int | None) -> None:

@@ -111,9 +111,10 @@ def main(argv: list[str]) -> int:
     from transformers import AutoModelForCausalLM
 
     spec = json.loads(Path(argv[0]).read_text())
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 1))
+    torch.set_num_threads(os.cpu_count() or 1)
     device = "cuda" if spec["device"] == "cuda" and torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32).to(device).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    model = loaded.to(device).eval()
     by_adapter: dict[str | None, list[int]] = {}
     for i, request in enumerate(spec["requests"]):
         by_adapter.setdefault(request["adapter"], []).append(i)

@@ -103,7 +103,7 @@ class TessaLinear:
                 max_loras,
                 self.d_out,
                 self.d_in,
-                lora_config.lora_dtype,
+                adapter_dtype(lora_config),
                 options.schedule,
                 weight,
                 packed_gemm,
@@ -202,6 +202,12 @@ class TessaLinear:
         return self._get_quant_method().apply(self.base_layer, x, bias)  # type: ignore[attr-defined]
 
 
+def adapter_dtype(lora_config: LoRAConfig) -> torch.dtype:
+    """The dtype in which the engine computes adapters, which vLLM has resolved by the time layers are made."""
+    assert isinstance(lora_config.lora_dtype, torch.dtype)
+    return lora_config.lora_dtype
+
+
 def plain_weight(layer: Any) -> torch.Tensor | None:
     """A layer's unquantised weight ``[d_out, d_in]``, None where there is none (any more)."""
     kept = getattr(layer, "unpacked_weight", None)
@@ -217,7 +223,8 @@ def packed_gemm(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     holder = torch.nn.Module()
     holder.weight = torch.nn.Parameter(weight, requires_grad=False)
     dispatch_cpu_unquantized_gemm(holder, remove_weight=True)
-    return lambda x: holder.cpu_linear(x, holder.weight, None)
+    linear: Any = holder.cpu_linear
+    return lambda x: linear(x, holder.weight, None)
 
 
 class TessaColumnLinear(TessaLinear, ColumnParallelLinearWithLoRA):

@@ -124,7 +124,12 @@ def _wrap_process(original: Callable[..., Any]) -> Callable[..., Any]:
 
         config = get_current_vllm_config_or_none()
         options = config.additional_config if config is not None else None
-        if isinstance(options, dict) and "adapter_backend" in options and current_platform.is_cpu():
+        if (
+            config is not None
+            and isinstance(options, dict)
+            and "adapter_backend" in options
+            and current_platform.is_cpu()
+        ):
             hook = resolve_hook(options["adapter_backend"])
             if config.lora_config is not None and hook.keeps_base_weights(options):
                 layer.unpacked_weight = layer.weight.data
@@ -140,9 +145,8 @@ def register() -> None:
 
     if os.environ.get("TESSA_DIE_WITH_PARENT") == "1":
         die_with_parent()
-    if getattr(WorkerLoRAManager, "tessa_plugin", False):
+    if hasattr(WorkerLoRAManager._load_adapter, "__wrapped__"):
         return
-    WorkerLoRAManager.tessa_plugin = True
     WorkerLoRAManager._load_adapter = _wrap_load(WorkerLoRAManager._load_adapter)
     for manager in (WorkerLoRAManager, LRUCacheWorkerLoRAManager):
         manager.create_lora_manager = _wrap_create(manager.create_lora_manager)

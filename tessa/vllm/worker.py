@@ -151,7 +151,7 @@ def adapter_bytes(model: torch.nn.Module) -> int:
     total = 0
     for layer in model.modules():
         if hasattr(layer, "products"):
-            total += layer.products.nbytes
+            total += layer.products.nbytes  # type: ignore[operator, union-attr]
         elif hasattr(layer, "lora_a_stacked"):
             total += sum(t.nbytes for t in (*layer.lora_a_stacked, *layer.lora_b_stacked))
     return total
@@ -163,7 +163,7 @@ class WorkerExtension:
     def tessa_set_schedule(self, mode: str) -> None:
         """Change how TESSA's layers choose their products, to compare schedules on one engine."""
         for layer in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
-            products = getattr(layer, "products", None)
+            products: Any = getattr(layer, "products", None)
             if hasattr(products, "schedule"):
                 products.schedule = replace(products.schedule, mode=mode)
 

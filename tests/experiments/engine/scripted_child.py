@@ -1,7 +1,8 @@
 """A child that follows a script in place of an engine: ``{"command": behaviour}`` in the setup's environment.
 
 Behaviours: "ok" answers; "raise" answers with an error; "die" is killed; "exit" ends with status 3; "hang" never
-answers; "slow" gives signs of life first; "orphan" starts a process in the same session and then is killed; "garbage" is a line that is no answer.
+answers; "slow" gives signs of life first; "orphan" starts a process in the same session and then is killed;
+"garbage" is a line that is no answer.
 """
 
 from __future__ import annotations
