@@ -2,8 +2,8 @@
 
 A claim is made by writing a file under a name of one's own and hard-linking it to the claim's name, which is
 atomic on local file systems and on NFS, where O_EXCL is not everywhere. It holds host, process id and the
-process's start time. A claim of a process that is gone on this host, or of an earlier start of the same Slurm
-job, is broken; one of another host is respected.
+process's start time. A claim of a process that is gone on this host, of an earlier start of the same Slurm
+job, or of a Slurm job that has ended is broken; any other of another host is respected.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from experiments.launch import slurm
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def acquire(path: Path) -> Claim | None:
     with _breaking(path.parent):
         found = _read(path)
         if found is not None and is_stale(found):
-            path.unlink(missing_ok=True)
+            _remove(path, found)
     return Claim(path, mine["token"]) if _link(path, mine) else None
 
 
@@ -68,7 +70,9 @@ def is_stale(content: dict[str, Any]) -> bool:
 
 def _gone(content: dict[str, Any]) -> bool:
     if content.get("machine") != _machine():
-        return False
+        # Nothing can be seen of another machine's processes, but Slurm knows its jobs.
+        job, cluster = content.get("slurm_job"), content.get("slurm_cluster")
+        return job is not None and slurm.surely_ended(str(job), cluster)
     try:
         started = psutil.Process(int(content["pid"])).create_time()
     except (psutil.NoSuchProcess, KeyError, ValueError, TypeError):
@@ -106,6 +110,7 @@ def _identity() -> dict[str, Any]:
         "pid": os.getpid(),
         "started": psutil.Process().create_time(),
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "slurm_cluster": os.environ.get("SLURM_CLUSTER_NAME"),
         "slurm_restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
     }
 
@@ -133,9 +138,23 @@ def _read(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def _remove(path: Path, stale: dict[str, Any]) -> None:
+    """Takes a stale claim away, and puts back what another machine has set in its place meanwhile."""
+    aside = path.with_name(f".stale-{uuid.uuid4().hex}")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return
+    taken = _read(aside)
+    if taken is not None and taken.get("token") != stale.get("token"):
+        with contextlib.suppress(FileExistsError):
+            os.link(aside, path)
+    aside.unlink()
+
+
 @contextlib.contextmanager
 def _breaking(folder: Path) -> Iterator[None]:
-    """Lets one process of this machine at a time break claims; only its own machine's claims are at stake."""
+    """Lets one process of this machine at a time break claims."""
     with (folder / ".break").open("a") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

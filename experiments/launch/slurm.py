@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 import shutil
 import subprocess
@@ -108,7 +110,8 @@ def minutes(limit: str) -> float:
 def states(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
     """`{job id: (state, reason)}` from `squeue`; a job that Slurm has forgotten is `GONE`.
 
-    Ids as submitit writes them: `12`, or `12_3` for element 3 of an array. Raises SlurmError when Slurm does
+    Ids as submitit writes them: `12`, or `12_3` for element 3 of an array; or as SLURM_JOB_ID has them, where
+    elements have numbers of their own. Raises SlurmError when Slurm does
     not answer.
     """
     wanted = list(job_ids)
@@ -118,15 +121,15 @@ def states(job_ids: Iterable[str]) -> dict[str, tuple[str, str]]:
         # One call each: a forgotten job makes squeue refuse the whole list.
         try:
             listed += command(
-                "squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r", f"--jobs={root}"
+                "squeue", "--noheader", "--array", "--states=all", "--format=%i|%A|%T|%r", f"--jobs={root}"
             )
         except SlurmError as error:
             if "Invalid job id" not in str(error):
                 raise
     found = {}
     for line in listed.splitlines():
-        job, state, reason = (part.strip() for part in line.split("|", 2))
-        found[job] = (state, reason)
+        job, raw, state, reason = (part.strip() for part in line.split("|", 3))
+        found[job] = found[raw] = (state, reason)
     return {job: found.get(job, (GONE, "")) for job in wanted}
 
 
@@ -134,8 +137,21 @@ def has_ended(state: str) -> bool:
     return state in ENDED or state == GONE
 
 
-def surely_ended(job_id: str) -> bool:
-    """Whether Slurm says that a job is over; False where it does not answer."""
+@functools.cache
+def cluster_name() -> str | None:
+    """The name of the cluster whose commands are used here; None where there is none."""
+    with contextlib.suppress(SlurmError):
+        for line in command("scontrol", "show", "config").splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == "ClusterName":
+                return value.strip()
+    return None
+
+
+def surely_ended(job_id: str, cluster: str | None) -> bool:
+    """Whether Slurm says that a job of this cluster is over; False where it does not answer or is another's."""
+    if cluster is None or cluster != cluster_name():
+        return False
     try:
         state, _ = states([job_id])[job_id]
     except SlurmError:
