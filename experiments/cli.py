@@ -122,7 +122,7 @@ def check_external(plan: Plan, wanted: Callable[[Cell], bool]) -> None:
     )
 
 
-def test_engine_factory(results: Path) -> EngineFactory | None:
+def factory_of_tests(results: Path) -> EngineFactory | None:
     """The factory of the project's own tests, `module:attribute` in $TESSA_TEST_ENGINE; None when unset.
 
     It reaches runs that a test starts as processes or Slurm jobs. Raises UserError unless the results lie in
@@ -185,7 +185,7 @@ def _execute(
         plan=plan,
         store=store,
         measure=config.measure,
-        factory=factory or test_engine_factory(results) or engine_factory(cache),
+        factory=factory or factory_of_tests(results) or engine_factory(cache),
         workload_paths=Workloads(plan, config, cache),
         console=console,
         logger=make_logger(config.logger, str(cache), console.note),

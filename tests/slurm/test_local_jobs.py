@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+
+from experiments import cli
+from tessa.errors import UserError
 
 pytestmark = pytest.mark.fake
 
@@ -50,7 +56,11 @@ def test_looking_submits_nothing(local_sweeps):
     assert not (local_sweeps.results / ".jobs").exists()
 
 
-def test_scripted_engines_write_only_to_the_temporary_folder(local_sweeps):
-    code, output = local_sweeps.run("paths.results=results")
-    assert code == 2
-    assert "error: TESSA_TEST_ENGINE is set" in output
+def test_scripted_engines_write_only_to_the_temporary_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("TESSA_TEST_ENGINE", "json:dumps")
+    assert cli.factory_of_tests(tmp_path) is json.dumps
+    for results in (Path.home() / "results", tmp_path / ".." / ".." / ".." / ".." / ".." / "results"):
+        with pytest.raises(UserError, match="TESSA_TEST_ENGINE is set"):
+            cli.factory_of_tests(results)
+    monkeypatch.delenv("TESSA_TEST_ENGINE")
+    assert cli.factory_of_tests(Path.home()) is None

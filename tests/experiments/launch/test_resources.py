@@ -10,7 +10,6 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from experiments import config
-
 from experiments.launch.resources import LaunchParams, check
 from experiments.launch.slurm import Node
 from tessa.errors import UserError
