@@ -23,6 +23,7 @@ from experiments.measure.types import TokenEvent
 from tessa.vllm.lifetime import die_with_parent
 
 COUNTED_STEPS = 8
+COUNTED_REQUESTS = 8
 HEARTBEAT_S = 30.0
 
 
@@ -202,15 +203,15 @@ class Server:
         return await run_load(self.client, Workload.load(workload), load)
 
     async def counters(self) -> dict[str, Any]:
-        """Counts per decode step with every slot in use, from a few untimed steps (see `tessa.vllm.worker`)."""
+        """Counts of a decode step of `COUNTED_REQUESTS` tokens, from untimed steps (see `tessa.vllm.worker`)."""
         from vllm import SamplingParams
 
         assert self.client is not None
         client = self.client
         client.next_run()
-        adapters: list[int | None] = list(
-            range(min(len(client.requests), self.setup.engine_args.get("max_loras", 0)))
-        ) or [None]
+        slots = min(len(client.requests), self.setup.engine_args.get("max_loras", 0))
+        # The same number of requests for every backend, over as many adapters as are resident.
+        adapters = [i % slots if slots else None for i in range(COUNTED_REQUESTS)]
         params = SamplingParams(max_tokens=COUNTED_STEPS, ignore_eos=True, temperature=0.0, detokenize=False)
 
         async def one(i: int, adapter: int | None) -> None:

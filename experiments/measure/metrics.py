@@ -269,19 +269,19 @@ _ELSEWHERE = (
         "collectives_per_step",
         "Collectives",
         "per step",
-        "collectives that adapters add per engine step, counted",
+        "collectives of a decode step of 8 tokens, the base model's own included, counted",
     ),
     (
         "collective_bytes_per_step",
         "Collective bytes",
         "bytes/step",
-        "bytes they carry per rank and step, counted",
+        "bytes that one rank hands to them in that step, counted",
     ),
     (
         "adapter_kernels_per_step",
         "Adapter kernels",
         "per step",
-        "adapter products per step and rank, counted",
+        "tensor operations that adapters add to that step on one rank, counted",
     ),
     ("adapter_bytes_per_rank", "Adapter memory", "bytes", "bytes of adapter weights held by one rank"),
 )
