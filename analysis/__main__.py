@@ -1,4 +1,4 @@
-"""`python -m analysis table|figures [results_dir] [--experiment NAME]`, `python -m analysis validation [--json]`."""
+"""Tables, figures, claims and reports from the stored cells: `python -m analysis COMMAND --help`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from tessa.errors import UserError
 
 
 def report(results: Path, experiment: str, cells: Collection[str] | None = None) -> list[Path]:
-    """Prints the table of an experiment and the paths of its figures; `cells` narrows it to their settings."""
-    frame = load(results, experiment)
+    """Prints the table of an experiment and the paths of its figures.
+
+    `cells` narrows the table to their settings, and the figures to those that these cells are in.
+    """
+    frame = shown = load(results, experiment)
     if cells is not None and len(frame):
-        touched = set(frame.loc[frame["cell"].isin(cells), "setting"])
-        frame = frame[frame["setting"].isin(touched)]
+        mine = frame[frame["cell"].isin(cells)]
+        shown = frame[frame["setting"].isin(set(mine["setting"]))]
+        frame = frame[frame["family"].isin(set(mine["family"]))]
     from analysis import figures, tables
 
-    print(tables.render(frame))
-    paths = figures.draw(frame, results / "figures") if len(frame) else []
+    print(tables.render(shown))
+    paths = figures.draw(frame, results / "figures", results) if len(frame) else []
     for path in paths:
         print(f"figure: {path}")
     return paths
@@ -42,40 +46,123 @@ def validation_text(results: Path, reference: Path | None, as_json: bool) -> str
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m analysis", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("table", "print the table"), ("figures", "draw every figure as PNG and PDF")):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("results_dir", nargs="?", type=Path, default=Path("results"))
-        command.add_argument("--experiment", default=None, help="one experiment; default: all")
-    command = commands.add_parser(
-        "validation", help="errors of the projection on published and measured data"
+
+    def command(name: str, text: str, reference: bool = False) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        made.add_argument(
+            "results_dir", nargs="?", type=Path, default=Path("results"), help="default: results"
+        )
+        if reference:
+            made.add_argument(
+                "--reference", action="store_true", help="leave out numbers of trees with uncommitted changes"
+            )
+        return made
+
+    table = command("table", "print the table of the stored cells")
+    table.add_argument("--experiment", help="one experiment; default: all")
+    drawn = command("figures", "draw every figure as PNG and PDF, with a caption in JSON", reference=True)
+    drawn.add_argument("--experiment", help="one experiment; default: all")
+    drawn.add_argument("--out", type=Path, help="folder of the figures; default: <results_dir>/figures")
+    claimed = command("claims", "the paper's claims with our numbers and a verdict by rule", reference=True)
+    form = claimed.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="a list of objects")
+    form.add_argument("--markdown", action="store_true", help="a table and the rules")
+    written = command("report", "write HTML pages that open from a file", reference=True)
+    written.add_argument("--out", type=Path, help="folder of the pages; default: <results_dir>/report")
+    checked = command("validation", "errors of the projection on published and measured data")
+    checked.add_argument("--reference", type=Path, help="folder of the published tables")
+    checked.add_argument("--json", action="store_true", help="as one JSON object")
+    text = "ratios of two result sets, B over A, with intervals; regressions are marked"
+    compared = commands.add_parser("compare", help=text, description=text)
+    compared.add_argument("a", type=Path, metavar="A", help="results folder of before")
+    compared.add_argument("b", type=Path, metavar="B", help="results folder of after")
+    compared.add_argument("--experiment", help="one experiment; default: all")
+    compared.add_argument("--json", action="store_true", help="as one JSON object")
+    compared.add_argument(
+        "--threshold", type=float, default=None, help="least change that counts, default 0.03"
     )
-    command.add_argument("results_dir", nargs="?", type=Path, default=Path("results"))
-    command.add_argument("--reference", type=Path, default=None, help="folder of the published tables")
-    command.add_argument("--json", action="store_true", help="as one JSON object")
-    args = parser.parse_args(argv)
+    compared.add_argument("--fail", action="store_true", help="exit with 1 if anything got worse or was lost")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
     try:
-        if args.command == "validation":
-            print(validation_text(args.results_dir, args.reference, args.json))
-            return 0
-        frame = load(args.results_dir, args.experiment)
-        if args.command == "table":
-            from analysis import tables
-
-            print(tables.render(frame))
-        else:
-            from analysis import figures
-
-            if frame.empty:
-                print(f"no stored cells below {args.results_dir}; run an experiment first")
-            for path in figures.draw(frame, args.results_dir / "figures"):
-                print(path)
+        return _COMMANDS[args.command](args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _table(args: argparse.Namespace) -> int:
+    from analysis import tables
+
+    print(tables.render(load(args.results_dir, args.experiment)))
     return 0
+
+
+def _figures(args: argparse.Namespace) -> int:
+    from analysis import figures
+
+    frame = load(args.results_dir, args.experiment)
+    folder = args.out or args.results_dir / "figures"
+    wanted = figures.EXPERIMENTS if args.experiment is None else (args.experiment,)
+    if frame.empty:
+        print(f"no stored cells below {args.results_dir}; run an experiment first")
+    done = figures.draw_all(frame, args.results_dir, folder, args.reference, wanted)
+    for path in done.paths:
+        print(path)
+    for text in done.missing:
+        print(f"missing: {text}", file=sys.stderr)
+    return 0
+
+
+def _claims(args: argparse.Namespace) -> int:
+    from analysis import claims
+
+    rows = claims.table(load(args.results_dir), args.results_dir, args.reference)
+    write = claims.as_json if args.json else claims.as_markdown if args.markdown else claims.as_text
+    print(write(rows))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from analysis import report as pages
+
+    out = args.out or args.results_dir / "report"
+    for path in pages.write(load(args.results_dir), args.results_dir, out, args.reference):
+        print(path)
+    return 0
+
+
+def _validation(args: argparse.Namespace) -> int:
+    print(validation_text(args.results_dir, args.reference, args.json))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from analysis import compare
+
+    for folder in (args.a, args.b):
+        if not folder.is_dir():
+            raise UserError(f"{folder} is no folder; give two results folders")
+    threshold = compare.THRESHOLD if args.threshold is None else args.threshold
+    found = compare.compare(args.a, args.b, args.experiment, threshold)
+    print((compare.as_json if args.json else compare.as_text)(found, threshold))
+    return int(args.fail and bool(found.regressions or found.lost))
+
+
+_COMMANDS = {
+    "table": _table,
+    "figures": _figures,
+    "claims": _claims,
+    "report": _report,
+    "validation": _validation,
+    "compare": _compare,
+}
 
 
 if __name__ == "__main__":

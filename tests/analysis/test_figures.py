@@ -1,13 +1,24 @@
-"""Figures: what is drawn is what is stored."""
+"""Figures: what is drawn is what is stored, gaps are seen, captions say where it comes from."""
 
 from __future__ import annotations
 
+import json
+
+import analysis_store
+import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
-from analysis import figures, load, style
+from analysis import figures, load, style, sweeps
 from analysis.__main__ import main, report
+from analysis.figures import breakdown, marks, quality, rate, replay, scaling
 from baselines import REGISTRY
+
+
+@pytest.fixture(autouse=True)
+def _close():
+    yield
+    plt.close("all")
 
 
 @pytest.fixture
@@ -19,28 +30,47 @@ def frame(store_cell, tmp_path):
     return load(tmp_path / "results")
 
 
-def test_png_and_pdf_per_setting(frame, tmp_path):
-    paths = figures.draw(frame, tmp_path / "f")
-    assert [p.name for p in paths] == ["tp_scaling_tiny_abcd1234.png"]
-    assert paths[0].read_bytes()[:4] == b"\x89PNG"
-    assert paths[0].with_suffix(".pdf").read_bytes()[:4] == b"%PDF"
-    before = paths[0].with_suffix(".pdf").read_bytes()
+@pytest.fixture(scope="module")
+def full(full_results):
+    return load(full_results)
+
+
+def of(full, experiment):
+    parts = [p for p in sweeps.families(full) if p["experiment"].iloc[0] == experiment]
+    assert len(parts) == 1
+    return parts[0]
+
+
+def test_png_pdf_and_caption_stay_the_same(frame, tmp_path):
+    (png,) = figures.draw(frame, tmp_path / "f")
+    assert png.name.startswith("tp_scaling_tiny_")
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    assert png.with_suffix(".pdf").read_bytes()[:4] == b"%PDF"
+    before = {s: png.with_suffix(s).read_bytes() for s in (".pdf", ".png", ".json")}
     figures.draw(frame, tmp_path / "f")
-    assert paths[0].with_suffix(".pdf").read_bytes() == before
+    assert before == {s: png.with_suffix(s).read_bytes() for s in before}
+    said = json.loads(before[".json"])
+    assert said["command"] == "python run.py -m experiment=tp_scaling model=tiny tp=1,2"
+    assert said["commits"] == ["c" * 40]
+    assert said["provenance"] == ["measured", "emulated"]
+    assert [gap["status"] for gap in said["no_result"]] == ["failed"]
+    assert said["uncommitted_changes"] is False
 
 
 def test_bars_are_the_means_and_gaps_are_named(frame):
-    figure = figures.throughput_and_cost(frame)
-    left, right = figure.axes
-    bars = {(round(b.get_x() + b.get_width() / 2, 2), round(b.get_height(), 3)) for b in left.patches}
-    assert sorted(height for _, height in bars) == [45.5, 90.0, 100.0]
-    assert sorted(b.get_height() for b in right.patches) == pytest.approx([9.0, 10.0], abs=0.01)
-    assert [t.get_text() for t in left.texts] == ["failed"]
-    assert [b.get_hatch() for b in left.patches].count(style.HATCHES["emulated"]) == 1
-    labels = [t.get_text() for t in figure.legends[0].get_texts()]
-    assert labels == ["base", "S-LoRA", "TESSA", "emulated"]
-    assert "commit cccccccccc" in figures.caption(frame)
-    plt.close(figure)
+    top, bottom = scaling.over_tp(frame).axes
+    assert sorted(round(b.get_height(), 3) for b in top.patches) == [45.5, 90.0, 100.0]
+    assert [t.get_text() for t in top.texts] == ["failed"]
+    assert [b.get_hatch() for b in top.patches].count(style.HATCHES["emulated"]) == 1
+    drawn = {line.get_linestyle(): line.get_ydata() for line in bottom.lines if len(line.get_xdata()) == 2}
+    assert drawn["-"][0] == pytest.approx(10.0, abs=0.01)
+    assert drawn["--"][1] == pytest.approx(9.0, abs=0.01)
+    (cross,) = [line for line in bottom.lines if line.get_gid() == "gap"]
+    assert (cross.get_color(), list(cross.get_xdata())) == (style.colour("slora"), [1])
+    labels = [t.get_text() for t in top.figure.legends[0].get_texts()]
+    assert labels == ["base", "S-LoRA", "TESSA", "measured", "emulated", "no result"]
+    assert "commit cccccccccc" not in figures.caption(frame)
+    assert "commit ccccccc" in figures.caption(frame)
 
 
 def test_every_backend_has_its_own_colour_and_name():
@@ -52,11 +82,129 @@ def test_every_backend_has_its_own_colour_and_name():
     assert style.colour("something_new") in style.SPARE_COLOURS
 
 
+def test_numbers_of_a_dirty_tree_are_gaps_of_a_reference_figure(store_cell, tmp_path):
+    store_cell("base", [100.0, 110.0])
+    store_cell("tessa", [90.0, 91.0], base=[100.0, 110.0], git=analysis_store.DIRTY)
+    store_cell("slora", [80.0, 81.0], base=[100.0, 110.0], git={"sha": None, "dirty": None})
+    frame = load(tmp_path / "results")
+    top, _ = scaling.over_tp(figures.only_reference(frame)).axes
+    assert [b.get_height() for b in top.patches] == [105.0]
+    assert [t.get_text() for t in top.texts] == [figures.DIRTY, figures.DIRTY]
+    assert marks.commits(frame) == ["ccccccc", "ddddddd+changes"]
+    done = figures.draw_all(frame, tmp_path / "results", tmp_path / "f", True, ("tp_scaling",))
+    assert sum("left out of reference figures" in text for text in done.missing) == 2
+    assert json.loads(done.paths[0].with_suffix(".json").read_text())["reference"] is True
+    (clean,) = [p for p in sweeps.families(frame)]
+    assert len(scaling.over_tp(clean).axes[0].patches) == 3
+
+
+def test_a_sweep_has_a_panel_per_facet_and_breaks_at_a_gap(full):
+    part = of(full, "adapter_count")
+    (figure,) = scaling.over_sweep(part, sweeps.SWEEPS["adapter_count"])
+    assert [a.get_title() for a in figure.axes] == ["identical", "distinct", "", ""]
+    slora = [
+        x for x in figure.axes[0].lines if x.get_color() == style.colour("slora") and len(x.get_xdata()) == 4
+    ]
+    assert list(slora[0].get_xdata()) == [1, 4, 16, 64]
+    assert [bool(np.isfinite(y)) for y in slora[0].get_ydata()] == [True, True, False, True]
+    assert any(x.get_gid() == "gap" and list(x.get_xdata()) == [16] for x in figure.axes[0].lines)
+
+
+def test_facets_and_values_are_in_a_fixed_order(full):
+    budget = of(full, "budget_sweep")
+    shown = [
+        sweeps.shown("target_modules", v) for v in sweeps.in_order("target_modules", budget["target_modules"])
+    ]
+    assert shown == ["attention", "MLP", "all seven"]
+    popularity = of(full, "popularity")["popularity"]
+    shown = [sweeps.shown("popularity", v) for v in sweeps.in_order("popularity", popularity)]
+    assert shown == ["identical", "S-LoRA power 0.1", "Punica geom. 1.5", "Zipf 1", "uniform", "distinct"]
+    assert sweeps.in_order("num_adapters", of(full, "adapter_count")["num_adapters"]) == [1, 4, 16, 64]
+
+
+def test_knees_lie_between_the_last_rate_kept_up_with_and_the_next(full):
+    part = of(full, "rate_sweep")
+    found = rate.knees(part)
+    assert found["base"] == rate.Knee(4.0, 8.0)
+    assert found["slora"] == rate.Knee(2.0, 4.0)
+    assert found["tessa"] == rate.Knee(16.0, None)
+    assert found["tessa"].text() == "not reached: above 16 requests/s"
+    figure = rate.against_rate(part)
+    ticks = {
+        x.get_gid(): list(x.get_xdata()) for a in figure.axes for x in a.lines if "knee" in str(x.get_gid())
+    }
+    assert ticks["knee slora"] == [2.0]
+    assert ticks["knee tessa"] == [16.0]
+    assert rate.chosen_columns(part)[-2:] == ("slo_attainment", "goodput_requests_per_s")
+
+
+def test_a_rate_that_was_too_high_from_the_start_and_one_without_a_limit(tmp_path):
+    analysis_store.rates(tmp_path, {"base": 0.2, "tessa": 9.0}, slo=False)
+    part = of(load(tmp_path / "results"), "rate_sweep")
+    assert rate.knees(part)["base"] == rate.Knee(None, 0.5)
+    assert rate.knees(part)["base"].text() == "below 0.5 requests/s"
+    assert rate.chosen_columns(part)[-2:] == ("slora_attainment", "requests_per_s")
+
+
+def test_a_trace_over_its_time(full, full_results):
+    part = of(full, "trace_replay")
+    figure = replay.over_time(part, full_results, "azure conv")
+    steps = figure.axes[0].patches[0].get_data()
+    assert (steps.values * np.diff(steps.edges)).sum() == pytest.approx(300)
+    waits = {x.get_color(): np.nanmean(x.get_ydata()) for x in figure.axes[1].lines}
+    assert waits[style.colour("plain_lora")] > waits[style.colour("base")]
+    assert replay.over_time(part, full_results.parent, "azure conv") is None
+
+
+def test_breakdown_adds_up(full):
+    part = of(full, "breakdown")
+    found = {(s.variant, s.piece): s.time.centre for s in breakdown.shares(part)}
+    slora = sum(value for (variant, _), value in found.items() if variant == "slora")
+    own = part[part["variant"] == "slora"]["output_tokens_per_s"].astype(float)
+    assert slora == pytest.approx((1e3 / own).mean())
+    assert found["slora", "communication"] > 0
+    assert ("slora:communication=off", "base") not in found
+    assert ("tessa", breakdown.SUM) in found
+    alone = part[part["variant"].isin(["base", "slora"])]
+    assert [s.piece for s in breakdown.shares(alone)] == ["base", "base", breakdown.SUM]
+
+
+def test_quality_has_a_panel_per_task(full_results):
+    table = quality.rows(full_results)
+    figure = quality.against_budget(table)
+    assert [a.get_title() for a in figure.axes] == ["base7_addition", "style_shift"]
+    labels = [t.get_text() for t in figure.legends[0].get_texts()]
+    assert {"LoRA", "BD-LoRA", "TESSA across", "TESSA along", "full fine-tuning"} == set(labels)
+    assert quality.rows(full_results / "none").empty
+
+
+def test_a_family_is_what_differs_in_nothing_but_the_sweep(store_cell, tmp_path):
+    spec = {"arrivals": {"kind": "poisson", "rate": 1.0}, "seed": 0}
+    config = {"tp": 1, "adapters": {"count": 8}, "workload": {"hash": "a", "spec": spec}}
+    other = {
+        "tp": 2,
+        "adapters": {"count": 8},
+        "workload": {"hash": "b", "spec": {**spec, "arrivals": {"rate": 2}}},
+    }
+    assert sweeps.family_of("rate_sweep", {}, config) != sweeps.family_of("rate_sweep", {}, other)
+    other["workload"]["spec"]["arrivals"]["kind"] = "poisson"
+    assert sweeps.family_of("rate_sweep", {}, config) == sweeps.family_of("rate_sweep", {}, other)
+    assert sweeps.family_of("popularity", {}, config) != sweeps.family_of("popularity", {}, other)
+    other["adapters"]["count"] = 9
+    assert sweeps.family_of("rate_sweep", {}, config) != sweeps.family_of("rate_sweep", {}, other)
+    assert config["tp"] == 1
+
+
 def test_command_line(frame, store_cell, tmp_path, capsys):
     assert main(["table", str(tmp_path / "results")]) == 0
     assert "tessa" in capsys.readouterr().out
-    assert main(["figures", str(tmp_path / "results")]) == 0
-    assert capsys.readouterr().out.strip().endswith("results/figures/tp_scaling_tiny_abcd1234.png")
+    assert main(["figures", str(tmp_path / "results"), "--out", str(tmp_path / "o")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(str(tmp_path / "o" / "tp_scaling_tiny_"))
+    assert (
+        "missing: rate_sweep: no results; make them with: python run.py experiment=rate_sweep" in captured.err
+    )
+    assert "failed: round 2/3: it broke" in captured.err
     assert main(["figures", str(tmp_path / "none")]) == 0
     assert "no stored cells" in capsys.readouterr().out
     store_cell("merged", [1.0], schema_version=9)
@@ -65,9 +213,9 @@ def test_command_line(frame, store_cell, tmp_path, capsys):
 
 
 def test_report_shows_the_settings_of_its_cells(frame, store_cell, tmp_path, capsys):
-    other = store_cell("base", [7.0], setting="ffff0000")
+    other = store_cell("base", [7.0], setting="ffff0000", labels={"rank_equivalent": 8})
     paths = report(tmp_path / "results", "tp_scaling", [other.name])
-    assert [p.name for p in paths] == ["tp_scaling_tiny_ffff0000.png"]
+    assert len(paths) == 1
     out = capsys.readouterr().out
     assert f"figure: {paths[0]}" in out
     assert "tessa" not in out.split("figure:")[0].split("requests =")[0]

@@ -1,0 +1,238 @@
+"""Evidence for the claims: values with interval, provenance and setting, from cells, layer step and projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from analysis import tables
+from analysis.ratios import within_rounds
+from analysis.shares import ITEM_BYTES
+from tessa.errors import UserError
+
+PROVENANCES = ("measured", "emulated", "modelled")
+LORA = ("punica", "slora")
+"""The LoRA backends that a claim about LoRA is held against; plain_lora is the naive one and is not."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One number. value, low, high: in the claim's unit, NaN where not known. reference: what else the rule needs, such
+    as the same cost at the lowest TP degree."""
+
+    backend: str
+    tp: int
+    value: float
+    low: float
+    high: float
+    provenance: str
+    setting: str
+    gpu: bool = False
+    reference: float = np.nan
+    reference_tp: int = 0
+    note: str = ""
+
+    @property
+    def above(self) -> float:
+        """The end of the interval that a claim of 'more than' is held against; the value itself without one."""
+        return self.low if np.isfinite(self.low) else self.value
+
+
+def tessa_over_slora(frame: pd.DataFrame) -> list[Evidence]:
+    """C6: throughput over S-LoRA's in every setting and degree that has both."""
+    found = []
+    for part, tp in _parts(frame):
+        ratio = within_rounds(part, "output_tokens_per_s", "tessa", "slora")
+        i = ratio.interval
+        if np.isfinite(i.centre):
+            note = "" if ratio.paired else "not in one session"
+            found.append(_of(part, "tessa", tp, (i.centre, i.low, i.high), note=note))
+    return found
+
+
+def lora_cost(frame: pd.DataFrame) -> list[Evidence]:
+    """C1: adapter cost in percent at the highest degree of each setting and LoRA backend, beside the lowest's."""
+    found = []
+    for part in tables.settings(frame):
+        for backend in LORA:
+            mine = part[(part["variant"] == backend) & part["adapter_cost"].notna()]
+            degrees = sorted(mine["tp"].unique())
+            if not degrees:
+                continue
+            costs = {tp: tables.interval(mine[mine["tp"] == tp], "adapter_cost") for tp in degrees}
+            least, most = int(degrees[0]), int(degrees[-1])
+            c = costs[most]
+            found.append(
+                _of(
+                    mine,
+                    backend,
+                    most,
+                    (100 * c.centre, 100 * c.low, 100 * c.high),
+                    100 * costs[least].centre,
+                    least,
+                )
+            )
+    return found
+
+
+def lora_shares(frame: pd.DataFrame) -> list[Evidence]:
+    """C2: the greater of compute share and memory share (counted bytes per rank) of one LoRA adapter, in percent."""
+    found = []
+    for part, tp in _parts(frame):
+        for backend in LORA:
+            mine = part[(part["variant"] == backend) & (part["status"] == "complete")]
+            if mine.empty or "lora_compute_share" not in mine or mine["lora_compute_share"].isna().all():
+                continue
+            row = mine.iloc[0]
+            compute = 100 * float(row["lora_compute_share"])
+            held = float(row["adapter_bytes_per_rank"]) / float(
+                row.get("max_resident") or row["num_adapters"]
+            )
+            memory = 100 * held * tp / (float(row["model_parameters"]) * ITEM_BYTES.get(str(row["dtype"]), 4))
+            greatest = np.nanmax([compute, memory])
+            note = f"compute {compute:.2f} %, memory of a rank {memory:.2f} %"
+            found.append(_of(mine, backend, tp, (greatest, np.nan, np.nan), note=note))
+    return found
+
+
+def own_products(frame: pd.DataFrame) -> list[Evidence]:
+    """C3: matrix products that TESSA's adapters add to a decode step; the reference is Punica's number."""
+    return _counted(frame, "adapter_gemms_per_step", "punica", least_tp=1)
+
+
+def own_collectives(frame: pd.DataFrame) -> list[Evidence]:
+    """C4: collectives that TESSA's adapters add to a step over two or more ranks; the reference is S-LoRA's number."""
+    return _counted(frame, "collectives_per_step", "slora", least_tp=2)
+
+
+def _counted(frame: pd.DataFrame, column: str, other: str, least_tp: int) -> list[Evidence]:
+    found = []
+    for part, tp in _parts(frame):
+        counts = {
+            backend: part.loc[(part["variant"] == backend) & (part["status"] == "complete"), column].dropna()
+            for backend in ("tessa", other)
+            if column in part
+        }
+        if tp < least_tp or not counts or counts["tessa"].empty:
+            continue
+        count = float(counts["tessa"].max())
+        reference = float(counts[other].max()) if len(counts[other]) else np.nan
+        found.append(_of(part, "tessa", tp, (count, count, count), reference, tp))
+    return found
+
+
+def from_layer_step(results: Path) -> dict[str, list[Evidence]]:
+    """Emulated evidence of C1, C3, C4 and C6 from the decode rows over TP; empty without a layer step."""
+    from analysis import layer_step
+
+    try:
+        rows = layer_step.read(results)
+    except UserError:
+        return {}
+    rows = rows[(rows["status"] == "complete") & (rows["phase"] == "decode") & (rows["sweep"] == "tp")]
+    found: dict[str, list[Evidence]] = {"C1": [], "C3": [], "C4": [], "C6": []}
+    keys = ["model", "device", "dtype", "scale"]
+    for (model, device, dtype, scale), part in rows.groupby(keys, sort=False):
+        part = part.drop_duplicates(["variant", "tp"], keep="last")
+        at = {(r["variant"], int(r["tp"])): r for r in part.to_dict("records")}
+        degrees = sorted({tp for _, tp in at})
+        where = f"one layer's kernels, {model}{'' if scale == 1 else f' / {scale:g}'} {dtype} on {device}"
+        gpu = str(device) != "cpu"
+
+        def add(claim: str, backend: str, tp: int, value: float, **more: object) -> None:
+            low, high = (float(more.pop(k, np.nan)) for k in ("low", "high"))  # type: ignore[arg-type]
+            if np.isfinite(value):
+                found[claim].append(
+                    Evidence(backend, tp, value, low, high, "emulated", where, gpu, **more)  # noqa: B023  # type: ignore[arg-type]
+                )
+
+        for backend in LORA:
+            own = [tp for tp in degrees if (backend, tp) in at]
+            if own:
+                kind = "adapter_cost" if np.isfinite(at[backend, own[-1]].get("adapter_cost", np.nan)) else ""
+                column = kind or "adapter_cost_kernels"
+                note = "with modelled collectives" if kind else "without collectives"
+                last, first = (
+                    at[backend, own[-1]].get(column, np.nan),
+                    at[backend, own[0]].get(column, np.nan),
+                )
+                add("C1", backend, own[-1], 100 * last, reference=100 * first, reference_tp=own[0], note=note)
+        for tp in degrees:
+            tessa, slora = at.get(("tessa", tp)), at.get(("slora", tp))
+            if tessa is None:
+                continue
+            if slora is not None:
+                add("C6", "tessa", tp, slora.get("step_s", np.nan) / tessa.get("step_s", np.nan))
+            if tp > 1:
+                other = np.nan if slora is None else slora.get("collectives_per_step", np.nan)
+                add(
+                    "C4",
+                    "tessa",
+                    tp,
+                    tessa.get("collectives_per_step", np.nan),
+                    reference=other,
+                    reference_tp=tp,
+                )
+    return found
+
+
+def from_projection(results: Path) -> dict[str, list[Evidence]]:
+    """Modelled evidence of C1, C2, C4 and C6; empty without a projection."""
+    from analysis import projection
+
+    try:
+        table = projection.claims(projection.read(results))
+    except UserError:
+        return {}
+    found: dict[str, list[Evidence]] = {"C1": [], "C2": [], "C4": [], "C6": []}
+    for (gpu, model), rows in table.groupby(["gpu", "model"], sort=False):
+        rows = rows.sort_values("tp")
+        where = f"{model} bfloat16 on {gpu}"
+        first = rows.iloc[0]
+        last = rows[rows["C1_slora_cost"].notna()].iloc[-1]
+        for backend in LORA:
+            value, low, high = (100 * float(last[f"C1_{backend}_cost{end}"]) for end in ("", "_low", "_high"))
+            found["C1"].append(
+                Evidence(
+                    backend, int(last["tp"]), value, low, high, "modelled", where, True,
+                    100 * float(first[f"C1_{backend}_cost"]), int(first["tp"]),
+                )
+            )  # fmt: skip
+        share = 100 * float(first["C2_parameter_share"])
+        found["C2"].append(
+            Evidence("punica", 1, share, np.nan, np.nan, "modelled", where, True, note="parameters")
+        )
+        for row in rows.to_dict("records"):
+            tp = int(row["tp"])
+            if tp > 1:
+                count, other = float(row["C4_tessa_collectives"]), float(row["C4_slora_collectives"])
+                found["C4"].append(
+                    Evidence("tessa", tp, count, count, count, "modelled", where, True, other, tp)
+                )
+            ratio = [float(row[f"C6_tessa_over_slora{end}"]) for end in ("", "_low", "_high")]
+            found["C6"].append(Evidence("tessa", tp, *ratio, "modelled", where, True))
+    return found
+
+
+def _parts(frame: pd.DataFrame) -> list[tuple[pd.DataFrame, int]]:
+    return [(at, int(tp)) for part in tables.settings(frame) for tp, at in part.groupby("tp", sort=True)]
+
+
+def _of(
+    part: pd.DataFrame,
+    backend: str,
+    tp: int,
+    values: tuple[float, float, float],
+    reference: float = np.nan,
+    reference_tp: int = 0,
+    note: str = "",
+) -> Evidence:
+    kinds = [p for p in PROVENANCES if p in set(part["provenance"])]
+    gpu = str(part["device"].iloc[0]) != "cpu"
+    # Numbers of different provenance in one setting count as the weaker.
+    return Evidence(
+        backend, tp, *values, kinds[-1], tables.describe(part), gpu, reference, reference_tp, note
+    )

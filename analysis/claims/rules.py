@@ -1,0 +1,149 @@
+"""The paper's six claims, and the rule by which each is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from analysis.claims.evidence import Evidence
+
+REPRODUCED, PARTLY, NOT, NOT_TESTED = "reproduced", "partly", "not", "not tested"
+COMMON = (
+    "The evidence that is held against the rule is measured where there is any, else emulated, else modelled; of one "
+    "provenance, that on GPUs goes first. Emulated and modelled evidence can at most give `partly`, and so can a "
+    "number measured on a CPU where the claim is a number on GPUs (C1, C6)."
+)
+COST_POINTS = 5.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """judge: (chosen evidence, all of its provenance) -> verdict. greatest: whether the claim is of an extreme, so that
+    the greatest value is the one shown."""
+
+    id: str
+    title: str
+    paper: str
+    unit: str
+    rule: str
+    judge: Callable[[Evidence, list[Evidence]], str]
+    greatest: bool = False
+    paper_value: float = np.nan
+
+
+def _cost(e: Evidence, _: list[Evidence]) -> str:
+    if not e.above > 0:
+        return NOT
+    near = (
+        abs(e.value - 42.9) <= COST_POINTS
+        and abs(e.reference - 15.5) <= COST_POINTS
+        and e.tp > e.reference_tp
+    )
+    return REPRODUCED if near and e.provenance == "measured" and e.gpu else PARTLY
+
+
+def _share(_: Evidence, same: list[Evidence]) -> str:
+    below = [e.value < 1.0 for e in same]
+    if not any(below):
+        return NOT
+    return REPRODUCED if all(below) and same[0].provenance == "measured" else PARTLY
+
+
+def _products(e: Evidence, same: list[Evidence]) -> str:
+    if all(x.value == 0 for x in same):
+        return REPRODUCED if e.provenance == "measured" else PARTLY
+    return PARTLY if all(x.value < x.reference for x in same) else NOT
+
+
+def _collectives(e: Evidence, same: list[Evidence]) -> str:
+    if any(x.value > 0 for x in same):
+        return NOT
+    return REPRODUCED if e.provenance == "measured" else PARTLY
+
+
+def _quality(e: Evidence, same: list[Evidence]) -> str:
+    # `reference` is 1 where TESSA's mean is within or above LoRA's interval at that task and budget.
+    inside = [x.reference == 1 for x in same]
+    return REPRODUCED if all(inside) else PARTLY if any(inside) else NOT
+
+
+def _speedup(e: Evidence, _: list[Evidence]) -> str:
+    if not e.above > 1:
+        return NOT
+    reaches = (e.high if np.isfinite(e.high) else e.value) >= 3.46
+    return REPRODUCED if reaches and e.provenance == "measured" and e.gpu else PARTLY
+
+
+CLAIMS = (
+    Claim(
+        "C1",
+        "LoRA adapters cut serving throughput, more so as tensor parallelism scales",
+        "15.5 %, up to 42.9 %",
+        "% of base throughput",
+        "Adapter cost of punica and slora under full load, the greatest at a setting's highest TP degree; in "
+        "tp_scaling where it ran. reproduced: within 5 points of 42.9 % there and of 15.5 % at the lowest degree, "
+        "measured on GPUs. partly: above 0 with its whole interval. not: otherwise.",
+        _cost,
+        greatest=True,
+        paper_value=42.9,
+    ),
+    Claim(
+        "C2",
+        "LoRA adds little to compute and to parameter memory",
+        "< 1 %",
+        "% of the base model",
+        "The greater of one adapter's share of the multiply-adds per token and of the weights held by a rank (counted "
+        "bytes over slots); in tp_scaling where it ran. "
+        "reproduced: below 1 % in every setting judged, with counted bytes. partly: in some. "
+        "not: in none.",
+        _share,
+        greatest=True,
+        paper_value=1.0,
+    ),
+    Claim(
+        "C3",
+        "base and adapter computation run as one wider matrix multiplication",
+        "no product of its own",
+        "adapter products per step",
+        "Matrix products that TESSA's adapters add to a counted decode step. reproduced: none anywhere. partly: fewer "
+        "than punica's in every setting. not: otherwise.",
+        _products,
+        greatest=True,
+        paper_value=0.0,
+    ),
+    Claim(
+        "C4",
+        "no adapter-specific communication between GPUs under tensor parallelism",
+        "0 collectives",
+        "adapter collectives per step",
+        "Collectives that TESSA's adapters add to a counted step at TP 2 or more. reproduced: none anywhere. not: any.",
+        _collectives,
+        greatest=True,
+        paper_value=0.0,
+    ),
+    Claim(
+        "C5",
+        "adaptation quality comparable to LoRA at an approximately matched parameter budget",
+        "comparable",
+        "points of the score",
+        "TESSA's score - LoRA's, paired over seeds, at budgets matched within 5 %. reproduced: TESSA's mean is within "
+        "or above LoRA's 95 % interval over seeds at every task and budget. partly: at some. not: at none. not tested: "
+        "fewer than 2 seeds of either.",
+        _quality,
+        paper_value=0.0,
+    ),
+    Claim(
+        "C6",
+        "higher throughput than S-LoRA at an approximately matched budget",
+        "up to 3.46x",
+        "times S-LoRA's throughput",
+        "TESSA's output throughput over slora's within rounds under full load, the greatest of all settings. "
+        "reproduced: its interval "
+        "reaches 3.46, measured on GPUs. partly: above 1 with its whole interval. not: otherwise.",
+        _speedup,
+        greatest=True,
+        paper_value=3.46,
+    ),
+)

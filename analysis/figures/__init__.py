@@ -1,0 +1,159 @@
+"""Figures from the stored cells: one form per experiment, each as PNG and PDF with a caption in JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analysis import style, sweeps
+from analysis.figures import breakdown, quality, rate, replay, scaling
+from analysis.figures.save import about, caption, save, write_caption
+from tessa.errors import UserError
+
+import matplotlib.pyplot as plt  # isort: skip
+
+__all__ = ["EXPERIMENTS", "Drawn", "caption", "draw", "draw_all", "only_reference"]
+
+EXPERIMENTS = (
+    "tp_scaling", "adapter_count", "popularity", "rate_sweep", "trace_replay", "budget_sweep", "batch_sweep",
+    "breakdown", "quality", "layer_step", "interconnect", "projection",
+)  # fmt: skip
+DIRTY = "uncommitted"
+"""Status of rows that a reference figure leaves out: the tree had uncommitted changes, or its commit is unknown."""
+
+
+@dataclass
+class Drawn:
+    """paths: the PNG files. missing: what could not be drawn, in words."""
+
+    paths: list[Path] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def only_reference(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the numbers of trees that were not clean taken out; such a cell is a gap of status DIRTY."""
+    unclean = frame["git_sha"].isna() | frame["git_dirty"].fillna(True).astype(bool)
+    unclean &= frame["status"] == "complete"
+    if not unclean.any():
+        return frame
+    out = frame.copy()
+    numbers = [c for c in out.select_dtypes("number").columns if c not in _KEPT]
+    out[numbers] = out[numbers].astype("float64")
+    out["reason"] = out["reason"].astype(object)
+    out.loc[unclean, numbers] = float("nan")
+    out.loc[unclean, "status"] = DIRTY
+    out.loc[unclean, "reason"] = "its tree had uncommitted changes or no known commit"
+    return out
+
+
+_KEPT = (
+    "tp", "num_adapters", "repeat", "schema_version", "backend_order", "request_rate", "concurrency",
+    "rank_equivalent", "num_requests", "added_latency_us", "max_resident",
+)  # fmt: skip
+
+
+def draw(
+    frame: pd.DataFrame, folder: Path, results: Path | None = None, reference: bool = False
+) -> list[Path]:
+    """The figure of every family of cells in the frame; returns the PNG paths. `results` is needed for traces."""
+    frame = only_reference(frame) if reference else frame
+    paths = []
+    for part in sweeps.families(frame):
+        stem = sweeps.stem(part)
+        notes: dict[str, object] = {}
+        with plt.rc_context(style.RC):
+            figures = _figures(part, results or folder.parent, notes)
+        said = about(part, reference, notes)
+        paths += [save(figure, folder, f"{stem}{suffix}", said) for suffix, figure in figures.items()]
+    return paths
+
+
+def _figures(part: pd.DataFrame, results: Path, notes: dict[str, object]) -> dict[str, Figure]:
+    """Suffix of the file's name -> figure; what a caption needs beside goes into `notes`."""
+    experiment = str(part["experiment"].iloc[0])
+    if experiment == "rate_sweep":
+        notes["knee_rule"] = rate.KNEE_RULE
+        notes["knees"] = {variant: at.text() for variant, at in rate.knees(part).items()}
+        return {"": rate.against_rate(part)}
+    if experiment == "breakdown":
+        notes["breakdown_rule"] = breakdown.RULE
+        figure = breakdown.split(part)
+        return {"": figure if figure is not None else scaling.over_tp(part)}
+    sweep = sweeps.SWEEPS.get(experiment)
+    # One value is no sweep; the bars say more.
+    if sweep is None or sweep.x not in part or part[sweep.x].isna().all():
+        return {"": scaling.over_tp(part)}
+    if sweep.categorical:
+        found = {"": scaling.over_names(part, sweep)}
+        if experiment == "trace_replay":
+            for trace in sweeps.in_order("trace", part["trace"]):
+                figure = replay.over_time(part, results, trace)
+                if figure is not None:
+                    found["_" + str(trace).replace(" ", "_")] = figure
+        return found
+    drawn = scaling.over_sweep(part, sweep)
+    return {"" if i == 0 else f"_{i + 1}": figure for i, figure in enumerate(drawn)}
+
+
+def draw_all(
+    frame: pd.DataFrame,
+    results: Path,
+    folder: Path,
+    reference: bool = False,
+    experiments: tuple[str, ...] = EXPERIMENTS,
+) -> Drawn:
+    """Every figure that the results folder allows, and what is missing for the others."""
+    wanted = frame[frame["experiment"].isin(experiments)] if experiments != EXPERIMENTS else frame
+    done = Drawn(draw(wanted[~wanted["experiment"].eq("quality")], folder, results, reference))
+    for experiment in experiments:
+        if experiment == "quality":
+            table = quality.rows(results, frame)
+            if len(table):
+                with plt.rc_context(style.RC):
+                    figure = quality.against_budget(table)
+                done.paths.append(save(figure, folder, "quality", _study("quality", "measured")))
+                continue
+        elif experiment in ("layer_step", "projection"):
+            try:
+                done.paths += _draw_study(experiment, results, folder)
+                continue
+            except UserError as error:
+                done.missing.append(f"{experiment}: {error}")
+                continue
+        elif (wanted["experiment"] == experiment).any():
+            continue
+        done.missing.append(
+            f"{experiment}: no results; make them with: python run.py experiment={experiment}"
+        )
+    bad = wanted[wanted["status"] != "complete"].drop_duplicates("cell")
+    done.missing += [f"{row.folder}: {row.status}: {row.reason}" for row in bad.itertuples()]
+    if reference:
+        unclean = only_reference(wanted)
+        unclean = unclean[unclean["status"] == DIRTY].drop_duplicates("cell")
+        done.missing += [
+            f"{row.folder}: left out of reference figures: {row.reason}" for row in unclean.itertuples()
+        ]
+    return done
+
+
+def _draw_study(experiment: str, results: Path, folder: Path) -> list[Path]:
+    from analysis import layer_step, projection
+
+    module, kind = (layer_step, "emulated") if experiment == "layer_step" else (projection, "modelled")
+    paths = [path for path in module.draw(results, folder) if path.suffix == ".png"]
+    for path in paths:
+        write_caption(folder, path.stem, _study(experiment, kind))
+    return paths
+
+
+def _study(experiment: str, kind: str) -> dict[str, object]:
+    return {
+        "experiment": experiment,
+        "command": f"python run.py experiment={experiment}",
+        "redraw": "python -m analysis figures",
+        "provenance": [kind],
+        "commits": "not recorded in its rows",
+    }

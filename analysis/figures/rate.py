@@ -1,0 +1,135 @@
+"""Latency, SLO attainment and goodput against the request rate, with the knee of every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analysis import style, sweeps
+from analysis.figures import marks
+
+TOLERANCE = 0.10
+KNEE_RULE = (
+    "A rate is sustained if the run ends no later than 10 % after the arrivals and one unloaded request "
+    "(p99 of the end-to-end latency at the lowest rate), mean over rounds. The knee is the highest rate that is "
+    "sustained together with all lower ones; it lies between that rate and the next one measured."
+)
+
+
+@dataclass(frozen=True)
+class Knee:
+    """last: highest rate that a backend sustained, None if not even the lowest. beyond: the next one measured, None
+    if the sweep ended before the knee."""
+
+    last: float | None
+    beyond: float | None
+
+    def text(self) -> str:
+        if self.last is None:
+            return (
+                "not found: no rate measured" if self.beyond is None else f"below {self.beyond:g} requests/s"
+            )
+        if self.beyond is None:
+            return f"not reached: above {self.last:g} requests/s"
+        return f"between {self.last:g} and {self.beyond:g} requests/s"
+
+
+def knee(rows: pd.DataFrame) -> Knee:
+    """The knee of one backend by KNEE_RULE, from its complete rounds at all rates."""
+    good = rows[(rows["status"] == "complete") & rows["request_rate"].notna()]
+    needed = ("requests_per_s", "scheduled_rate", "e2e_s_p99", "num_requests")
+    if good.empty or any(name not in good or good[name].isna().all() for name in needed):
+        return Knee(None, None)
+    rates = sorted(good["request_rate"].unique())
+    unloaded = float(good.loc[good["request_rate"] == rates[0], "e2e_s_p99"].mean())
+    last = None
+    for rate in rates:
+        mine = good[good["request_rate"] == rate]
+        count = mine["num_requests"].astype(float)
+        arrivals = (count - 1) / mine["scheduled_rate"].astype(float)
+        took = count / mine["requests_per_s"].astype(float)
+        if float((took / (arrivals + unloaded)).mean()) > 1 + TOLERANCE:
+            return Knee(last, float(rate))
+        last = float(rate)
+    return Knee(last, None)
+
+
+def knees(part: pd.DataFrame) -> dict[str, Knee]:
+    return {v: knee(part[part["variant"] == v]) for v in style.in_order(part)}
+
+
+def against_rate(part: pd.DataFrame) -> Figure:
+    """TTFT, TPOT and SLO attainment over the rate, goodput too where a limit was set; knees as ticks on top."""
+    columns = chosen_columns(part)
+    rates = sweeps.in_order("request_rate", part["request_rate"])
+    figure, grid = marks.panels(len(columns), 1, 1.0, sharey=False)
+    for axes, column in zip(grid[:, 0], columns, strict=True):
+        marks.lines(axes, part, column, "request_rate", rates)
+        if column.startswith("ttft"):
+            _log_latency(axes, part, column)
+        axes.set_ylabel(axes.get_ylabel().replace(" (", "\n("))
+        marks.log2_axis(axes, rates, most=8)
+        axes.tick_params(labelbottom=False)
+    _mark_knees(grid[0][0], knees(part), rates)
+    grid[-1][0].tick_params(labelbottom=True)
+    grid[-1][0].set_xlabel(sweeps.SWEEPS["rate_sweep"].label)
+    marks.legend(figure, part, as_lines=True)
+    marks.footer(
+        figure,
+        part,
+        f"TP {part['tp'].iloc[0]}",
+        "ticks on top: knee, the last rate kept up with (▷ not reached)",
+    )
+    return figure
+
+
+def chosen_columns(part: pd.DataFrame) -> tuple[str, ...]:
+    """What the run could tell: attainment of its own limits where it had some, else S-LoRA's 6 s."""
+
+    def there(name: str) -> bool:
+        return name in part and bool(part[name].notna().any())
+
+    own = there("slo_attainment")
+    share = "slo_attainment" if own else "slora_attainment"
+    last = "goodput_requests_per_s" if own else "requests_per_s"
+    return tuple(c for c in ("ttft_s_p50", "ttft_s_p99", "tpot_s_p50", share, last) if there(c))
+
+
+def _log_latency(axes: Any, part: pd.DataFrame, column: str) -> None:
+    """Beyond saturation a latency grows by orders of magnitude; below it, the differences should stay visible."""
+    values = part[column].dropna().astype(float)
+    if len(values) and values.min() > 0 and values.max() / values.min() > 20:
+        axes.set_ylim(values.min() / 2, values.max() * 2)
+        axes.set_yscale("log")
+        axes.minorticks_off()
+
+
+def _mark_knees(axes: Any, found: dict[str, Knee], rates: Sequence[float]) -> None:
+    """Triangles above the first panel; those at one rate stand on top of each other."""
+    stacked: dict[float, int] = {}
+    for variant, at in found.items():
+        if at.last is None:
+            continue
+        level = stacked.get(at.last, 0)
+        stacked[at.last] = level + 1
+        axes.plot(
+            [at.last],
+            [1.05 + 0.1 * level],
+            marker="|" if at.beyond is not None else ">",
+            color=style.colour(variant),
+            markerfacecolor=style.colour(variant) if at.beyond is not None else "white",
+            markersize=5.5 if at.beyond is not None else 4.5,
+            markeredgewidth=2.2 if at.beyond is not None else 0.9,
+            linestyle="none",
+            clip_on=False,
+            transform=axes.get_xaxis_transform(),
+            gid=f"knee {variant}",
+        )
+    if stacked:
+        # Room for the highest stack; constrained layout does not see what is clipped off.
+        axes.set_title(" ", fontsize=6.5 * max(stacked.values()), pad=2)
+    axes.set_xlim(min(rates) / 1.15, max(rates) * 1.15)

@@ -1,0 +1,103 @@
+"""A figure's files: PNG and PDF that are equal from run to run, and the caption that says what is behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analysis import style, tables
+from analysis.figures import marks
+
+# `style` chooses the backend without a display; pyplot must come after it.
+import matplotlib.pyplot as plt  # isort: skip
+
+INTERVALS = "95 % t intervals over rounds; adapter cost from ratios within rounds"
+
+
+def save(figure: Figure, folder: Path, stem: str, about: dict[str, Any]) -> Path:
+    """Writes `<stem>.png`, `.pdf` and `.json` (the caption), closes the figure, returns the PNG's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Laid out once: the solver takes longer than the drawing, and both files come out alike.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for suffix in (".pdf", ".png"):
+        # A fixed date keeps the files equal from run to run.
+        stamp: dict[str, Any] = {"CreationDate": None} if suffix == ".pdf" else {}
+        with plt.rc_context(style.RC):
+            figure.savefig(folder / f"{stem}{suffix}", metadata=stamp)
+    plt.close(figure)
+    write_caption(folder, stem, about)
+    return folder / f"{stem}.png"
+
+
+def write_caption(folder: Path, stem: str, about: dict[str, Any]) -> None:
+    text = json.dumps({"figure": stem, **about}, indent=1, ensure_ascii=False) + "\n"
+    (folder / f"{stem}.json").write_text(text, encoding="utf-8")
+
+
+def about(part: pd.DataFrame, reference: bool = False, notes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a reader has to know: how to make and redraw it, settings, provenance, commits, machines, gaps."""
+    good = part[part["status"] == "complete"]
+    first = part.iloc[0]
+    degrees = [int(tp) for tp in sorted(part["tp"].dropna().unique())]
+    lost = part[part["status"] != "complete"].drop_duplicates("cell")
+    return {
+        "experiment": str(first["experiment"]),
+        "caption": caption(part),
+        "command": command(str(first["experiment"]), str(first["model"]), degrees),
+        "redraw": "python -m analysis figures" + (" --reference" if reference else ""),
+        "settings": [tables.describe(one) for one in tables.settings(part)],
+        "provenance": [k for k in style.HATCHES if k in set(part["provenance"])],
+        "intervals": INTERVALS,
+        "rounds": sorted({int(n) for n in good.groupby("cell")["repeat"].nunique()}),
+        "commits": sorted(str(sha) for sha in part["git_sha"].dropna().unique()),
+        "uncommitted_changes": bool(part["git_dirty"].fillna(True).astype(bool).any()),
+        "reference": reference,
+        "machines": _distinct(part, "machine"),
+        "packages": _distinct(part, "engine"),
+        "outputs_checked": _distinct(good, "gate") or ["not recorded"],
+        "wrong_by_design": sorted(
+            part.loc[part["wrong_by_design"].fillna(False).astype(bool), "variant"].unique()
+        )
+        if "wrong_by_design" in part
+        else [],
+        "no_result": [
+            {
+                "cell": row.cell,
+                "backend": row.variant,
+                "tp": int(row.tp),
+                "status": row.status,
+                "reason": row.reason,
+            }
+            for row in lost.itertuples()
+        ],
+        **(notes or {}),
+    }
+
+
+def command(experiment: str, model: str, degrees: list[int]) -> str:
+    """How such cells are made; each cell's `config.json` holds every value."""
+    if len(degrees) > 1:
+        values = ",".join(map(str, degrees))
+        return f"python run.py -m experiment={experiment} model={model} tp={values}"
+    return f"python run.py experiment={experiment} model={model} tp={degrees[0] if degrees else 1}"
+
+
+def caption(part: pd.DataFrame) -> str:
+    """Setting, provenance and commits in one line."""
+    rounds = part.groupby("cell")["repeat"].nunique().max()
+    machines = ", ".join(_distinct(part, "machine"))
+    words = [
+        tables.describe(part),
+        f"{int(rounds)} rounds",
+        f"commit {', '.join(marks.commits(part)) or 'unknown'}",
+    ]
+    return "; ".join([*words, machines] if machines else words)
+
+
+def _distinct(part: pd.DataFrame, column: str) -> list[str]:
+    return sorted(str(v) for v in part[column].dropna().unique()) if column in part else []

@@ -1,0 +1,150 @@
+"""Claims: each verdict from evidence that earns it, and from evidence that does not."""
+
+from __future__ import annotations
+
+import json
+
+import analysis_store
+import pandas as pd
+import pytest
+
+from analysis import claims, load
+from analysis.__main__ import main
+from analysis.claims import rules
+
+GPU = {"device": "cuda"}
+NONE = {"adapter_gemms_per_step": 0.0, "collectives_per_step": 0.0, "adapter_bytes_per_rank": 2**10}
+
+
+def verdicts(tmp_path, reference=False):
+    results = tmp_path / "results"
+    return {row["id"]: row for row in claims.table(load(results), results, reference)}
+
+
+def test_nothing_stored_is_not_tested(tmp_path):
+    rows = verdicts(tmp_path)
+    assert list(rows) == ["C1", "C2", "C3", "C4", "C5", "C6"]
+    assert {row["verdict"] for row in rows.values()} == {"not tested"}
+    assert all(row["ours"] is None and row["paper"] and row["rule"] for row in rows.values())
+
+
+@pytest.mark.parametrize(("device", "verdict"), [("cuda", "reproduced"), ("cpu", "partly")])
+def test_the_paper_s_numbers_count_on_gpus_alone(tmp_path, device, verdict):
+    for tp, slora in ((1, 0.155), (8, 0.43)):
+        tessa = 1 - (1 - slora) * (3.46 if tp == 8 else 1.1) * 0.5
+        analysis_store.point(
+            tmp_path, "tp_scaling", "a", {"slora": slora, "tessa": tessa}, tp, labels={"device": device}
+        )
+    rows = verdicts(tmp_path)
+    assert rows["C1"]["verdict"] == verdict
+    assert rows["C1"]["ours"] == pytest.approx(43, abs=3)
+    assert rows["C1"]["interval"][0] < rows["C1"]["ours"] < rows["C1"]["interval"][1]
+    assert "15." in rows["C1"]["note"]
+    assert "% at TP 1" in rows["C1"]["note"]
+
+
+def test_speedup_is_the_ratio_within_rounds(tmp_path, store_cell):
+    store_cell("slora", [100.0, 10.0, 50.0], labels=GPU)
+    store_cell("tessa", [346.0, 34.6, 173.0], labels=GPU)
+    row = verdicts(tmp_path)["C6"]
+    assert row["ours"] == pytest.approx(3.46)
+    assert row["interval"] == pytest.approx([3.46, 3.46])
+    assert (row["verdict"], row["provenance"]) == ("reproduced", "measured")
+
+
+def test_slower_than_slora_is_not_reproduced(tmp_path, store_cell):
+    store_cell("slora", [100.0, 101.0, 102.0])
+    store_cell("tessa", [90.0, 91.0, 92.0])
+    assert verdicts(tmp_path)["C6"]["verdict"] == "not"
+
+
+def test_a_cost_that_may_be_zero_is_not_reproduced(tmp_path, store_cell):
+    store_cell("punica", [90.0, 110.0, 100.0], base=[100.0, 100.0, 100.0])
+    assert verdicts(tmp_path)["C1"]["verdict"] == "not"
+
+
+@pytest.mark.parametrize(("status", "git"), [("incorrect", None), ("complete", analysis_store.DIRTY)])
+def test_bad_cells_are_no_evidence(tmp_path, store_cell, status, git):
+    store_cell("slora", [100.0, 101.0], tp=2)
+    store_cell("tessa", [300.0, 301.0], tp=2, status=status, git=git or analysis_store.CLEAN)
+    assert verdicts(tmp_path, reference=True)["C6"]["verdict"] == "not tested"
+    assert verdicts(tmp_path, reference=True)["C4"]["verdict"] == "not tested"
+
+
+def test_open_loops_and_ablations_do_not_count(tmp_path, store_cell):
+    store_cell("slora", [100.0, 101.0], labels={"arrivals": "poisson"})
+    store_cell("tessa", [300.0, 301.0], labels={"arrivals": "poisson"})
+    store_cell("slora:communication=off", [1.0, 1.0], setting="b", base=[9.0, 9.0])
+    rows = verdicts(tmp_path)
+    assert rows["C6"]["verdict"] == rows["C1"]["verdict"] == "not tested"
+
+
+def test_collectives_and_products_are_counted(tmp_path, store_cell):
+    store_cell("punica", [1.0, 1.0], tp=2, counters={**NONE, "adapter_gemms_per_step": 14.0})
+    store_cell("tessa", [1.0, 1.0], tp=2, counters=NONE)
+    rows = verdicts(tmp_path)
+    assert (rows["C3"]["verdict"], rows["C4"]["verdict"]) == ("reproduced", "reproduced")
+    store_cell("tessa", [1.0, 1.0], tp=2, setting="b", counters={**NONE, "collectives_per_step": 1.0})
+    assert verdicts(tmp_path)["C4"]["verdict"] == "not"
+
+
+def test_one_rank_says_nothing_of_communication(tmp_path, store_cell):
+    store_cell("tessa", [1.0, 1.0], tp=1, counters=NONE)
+    assert verdicts(tmp_path)["C4"]["verdict"] == "not tested"
+
+
+@pytest.mark.parametrize(("rank", "verdict"), [(1, "reproduced"), (16, "not")])
+def test_shares_come_from_the_shapes(tmp_path, store_cell, rank, verdict):
+    architecture = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    }
+    config = {
+        "model": {"architecture": architecture, "vocab_size": 4096},
+        "adapters": {"rank_equivalent": rank, "target_modules": analysis_store.ALL_MODULES.split("+")},
+    }
+    store_cell("punica", [1.0, 1.0], config=config, counters=NONE)
+    row = verdicts(tmp_path)["C2"]
+    lora = 4 * rank * (4 * 2048 + 3 * (1024 + 2816))
+    base = 4 * (4 * 1024**2 + 3 * 1024 * 2816) + 4096 * 1024
+    assert row["ours"] == pytest.approx(100 * lora / base, rel=1e-4)
+    assert row["verdict"] == verdict
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(0.1, "reproduced"), (-0.2, "not")])
+def test_quality_is_judged_within_lora_s_interval(tmp_path, gain, verdict):
+    analysis_store.quality(tmp_path / "results", gain)
+    row = verdicts(tmp_path)["C5"]
+    assert row["verdict"] == verdict
+    assert row["ours"] == pytest.approx(gain, abs=0.03)
+    assert len(row["evidence"]) == 8
+
+
+def test_budgets_that_do_not_match_are_left_out(tmp_path):
+    analysis_store.quality(tmp_path / "results")
+    file = tmp_path / "results" / "quality" / "rows.csv"
+    table = pd.read_csv(file)
+    table.loc[table["method"] == "tessa", "trainable_params"] *= 1.2
+    table.to_csv(file, index=False)
+    assert verdicts(tmp_path)["C5"]["verdict"] == "not tested"
+
+
+def test_modelled_evidence_gives_partly_at_most():
+    evidence = claims.evidence.Evidence("tessa", 8, 4.0, 3.9, 4.1, "modelled", "", True)
+    assert rules.CLAIMS[5].judge(evidence, [evidence]) == "partly"
+
+
+def test_written_as_json_markdown_and_text(full_results, capsys):
+    assert main(["claims", "--json", str(full_results)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    needed = {"id", "paper", "ours", "interval", "provenance", "setting", "verdict"}
+    assert all(needed <= set(row) for row in rows)
+    assert main(["claims", "--markdown", str(full_results)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("| C") for line in lines) == 6
+    assert main(["claims", str(full_results)]) == 0
+    out = capsys.readouterr().out
+    assert all(rule.rule[:30] in out for rule in rules.CLAIMS)
