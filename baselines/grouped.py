@@ -1,8 +1,8 @@
 """LoRA ops for the CPU, segmented by adapter, for vLLM's LoRA layers.
 
 vLLM's own CPU ops gather a float32 copy of the weights per token and give tokens without adapter the last slot's.
-These group the step's tokens by slot (`tessa.ops.routing`), exactly as TESSA's ops do, and run one grouped
-product per factor; tokens without adapter are left out.
+These group the step's tokens by slot (`tessa.ops.routing`) and run one compiled kernel or one grouped product per
+factor, exactly as TESSA's ops do and with the same kernels; tokens without adapter are left out.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from baselines.grouped_ops import grouped_product, per_adapter_product
+from tessa.ops import compiled
 from tessa.vllm.wrapper import RoutingWrapper
 
 
 class GroupedWrapper(RoutingWrapper):
-    """Shrink and expand as grouped products; shapes and in-place semantics are those of vLLM's wrapper."""
+    """Shrink and expand over rows grouped by adapter; shapes and in-place semantics are those of vLLM's wrapper."""
+
+    compiled = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,24 +34,39 @@ class GroupedWrapper(RoutingWrapper):
         """``rows[i] @ weights[slot_i]^T``; rows ``[n, k]`` in slot order, weights ``[S, m, k]``, result ``[n, m]``."""
         return grouped_product(rows, weights, self.step)
 
-    def _shrunk(self, x: torch.Tensor, lora_a: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """``[n, r]`` per projection, in slot order."""
-        rows = self.step.gather(x)
+    def shrink(self, x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """``[n, m]`` in slot order from ``x [T, k]`` and ``a [S, m, k]``."""
+        if self.compiled and compiled.usable(self.step, a.shape[1], x, a):
+            return compiled.dot_rows(x, a.shape[1], a, self.step)
+        return self.product(self.step.gather(x), a)
+
+    def expand(self, y: torch.Tensor, start: int, values: torch.Tensor, first: int, b: torch.Tensor) -> None:
+        """Add ``values[:, first:first+r] @ b^T`` to ``y[:, start:start+d]``; values in slot order, b ``[S, d, r]``."""
+        size, rank = b.shape[1:]
+        transposed = b.transpose(1, 2)
+        if self.compiled and compiled.usable(self.step, rank, y, values, transposed):
+            compiled.add_combined(y, start, values, first, rank, transposed, self.step)
+        else:
+            self.step.add_rows(y[:, start : start + size], self.product(values[:, first : first + rank], b))
+
+    def _shrunk(self, x: torch.Tensor, lora_a: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All projections side by side, ``[n, parts * r]`` in slot order."""
         joint = self._joint.get(lora_a[0].data_ptr())
         if joint is not None:
-            return list(self.product(rows, joint).chunk(len(lora_a), dim=1))
-        return [self.product(rows, a.squeeze(1)) for a in lora_a]
+            return self.shrink(x, joint)
+        return torch.cat([self.shrink(x, a.squeeze(1)) for a in lora_a], dim=1)
 
-    def _expand_rows(
+    def _expand_all(
         self,
         y: torch.Tensor,
-        shrunk: Sequence[torch.Tensor],
+        values: torch.Tensor,
         lora_b: Sequence[torch.Tensor],
         sizes: Sequence[int],
         start: int,
     ) -> None:
-        for rows, b, size in zip(shrunk, lora_b, sizes, strict=True):
-            self.step.add_rows(y[:, start : start + size], self.product(rows, b.squeeze(1)))
+        rank = values.shape[1] // len(lora_b)
+        for i, (b, size) in enumerate(zip(lora_b, sizes, strict=True)):
+            self.expand(y, start, values, i * rank, b.squeeze(1))
             start += size
 
     def add_shrink(
@@ -56,8 +74,16 @@ class GroupedWrapper(RoutingWrapper):
     ) -> None:
         if not self.step.rows:
             return
-        for out, rows in zip(y, self._shrunk(x.view(-1, x.shape[-1]), lora_a_stacked), strict=True):
-            self.step.add_rows(out, rows.to(out.dtype) if scale == 1.0 else rows.to(out.dtype) * scale)
+        values = self._shrunk(x.view(-1, x.shape[-1]), lora_a_stacked)
+        if scale != 1.0:
+            values = values * scale
+        parts = len(lora_a_stacked)
+        if isinstance(y, torch.Tensor):  # [parts, T, r], all at once
+            shaped = values.unflatten(1, (parts, -1)).transpose(0, 1).to(y.dtype)
+            y.index_add_(1, self.step.order, shaped)
+            return
+        for out, own in zip(y, values.chunk(parts, dim=1), strict=True):
+            self.step.add_rows(out, own.to(out.dtype))
 
     def add_expand(
         self,
@@ -72,7 +98,8 @@ class GroupedWrapper(RoutingWrapper):
         if not self.step.rows:
             return
         rows = [self.step.gather(xi).to(y.dtype) for xi in x]
-        self._expand_rows(y.view(-1, y.shape[-1]), rows, lora_b_stacked, output_slices, offset_start)
+        values = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+        self._expand_all(y.view(-1, y.shape[-1]), values, lora_b_stacked, output_slices, offset_start)
 
     def add_lora_linear(
         self,
@@ -87,14 +114,16 @@ class GroupedWrapper(RoutingWrapper):
         """Both steps at once: the intermediate stays in slot order, so it is neither scattered nor gathered."""
         if not self.step.rows:
             return
-        shrunk = self._shrunk(x, lora_a_stacked)
+        values = self._shrunk(x, lora_a_stacked)
         if scale != 1.0:
-            shrunk = [rows * scale for rows in shrunk]
-        self._expand_rows(y, shrunk, lora_b_stacked, output_slices, 0)
+            values = values * scale
+        self._expand_all(y, values, lora_b_stacked, output_slices, 0)
 
 
 class PerAdapterWrapper(GroupedWrapper):
     """One pair of dense products per distinct adapter, as PEFT runs a mixed batch."""
+
+    compiled = False
 
     def product(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return per_adapter_product(rows, weights, self.step)

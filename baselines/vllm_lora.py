@@ -86,7 +86,10 @@ class GroupedLoRA(AdapterHook):
         share = -(-local * rank // full)
         joint = torch.zeros(slots, len(old_a), share, d_in, dtype=old_a[0].dtype, device=old_a[0].device)
         layer.lora_a_stacked = tuple(joint[:, i : i + 1] for i in range(len(old_a)))
-        layer.lora_b_stacked = tuple(torch.zeros_like(b[..., :rank]).contiguous() for b in old_b)
+        # B is stored transposed, so that an expansion reads it row by row; vLLM sees the shape that it expects.
+        layer.lora_b_stacked = tuple(
+            b.new_zeros(*b.shape[:2], rank, b.shape[2]).transpose(2, 3) for b in old_b
+        )
         assert self.wrapper is not None
         self.wrapper.register_joint(joint)
 

@@ -1,6 +1,7 @@
 """CPU ops for TESSA's slots: library matrix products over all adapters at once, no loop over adapters in Python.
 
-`segmented_*` group the step's tokens by slot and compute each token's own slice (one grouped product). `wide_*`
+`segmented_*` group the step's tokens by slot and compute each token's own slice (one compiled kernel where
+`tessa.ops.compiled` applies, else one grouped product). `wide_*`
 compute every resident slot for every token beside the base product, in one product over ``[W | D_1 ... D_S]`` or
 ``[W; D_1 ... D_S]``; each token's own results are then routed. Shapes are those of `tessa.ops.slots`.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import grouped_mm
 
+from tessa.ops import compiled
 from tessa.ops.routing import Routing
 from tessa.ops.slots import SlotPart
 
@@ -34,6 +36,9 @@ def scatter_columns(y: torch.Tensor, part: SlotPart, routing: Routing, update: t
 
 def segmented_in(y: torch.Tensor, x: torch.Tensor, part: SlotPart, routing: Routing) -> None:
     """``y[t] += delta[s]^T x[t, index[s]]`` in place; x ``[T, d_in]``, y ``[T, d_out]``."""
+    if compiled.usable(routing, part.widest, x, y, part.delta):
+        compiled.segmented_in(y, x, part.index, part.widest, part.delta, routing)
+        return
     sliced = gather_columns(x, part, routing)
     if len(routing.groups) == 1:
         update = torch.mm(sliced, part.delta[routing.groups[0], : part.used])
@@ -44,6 +49,9 @@ def segmented_in(y: torch.Tensor, x: torch.Tensor, part: SlotPart, routing: Rout
 
 def segmented_out(y: torch.Tensor, x: torch.Tensor, part: SlotPart, routing: Routing) -> None:
     """``y[t, index[s]] += delta[s] x[t]`` in place."""
+    if compiled.usable(routing, part.widest, x, y, part.delta):
+        compiled.segmented_out(y, x, part.index, part.widest, part.delta, routing)
+        return
     rows = routing.gather(x)
     if len(routing.groups) == 1:
         update = torch.mm(rows, part.delta[routing.groups[0], : part.used].t())

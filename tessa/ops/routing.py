@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -20,6 +22,7 @@ class Routing:
         ends: int32 [S], where each slot's rows end in `order` (the running sum of the rows per slot), the form
             that `torch.nn.functional.grouped_mm` takes.
         groups: the distinct slots in use, ascending.
+        arrays: `order` and `ends` as NumPy arrays on the same memory.
         identity: whether `order` is 0, 1, ..., n-1, so that gathering rows can be left out.
     """
 
@@ -29,6 +32,7 @@ class Routing:
     slots: torch.Tensor
     ends: torch.Tensor
     groups: tuple[int, ...]
+    arrays: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
     identity: bool
 
     @property
@@ -61,12 +65,14 @@ def route(token_slots: torch.Tensor, num_slots: int) -> Routing:
     rows = int(token_slots.shape[0] - counts[num_slots])
     groups = tuple(torch.nonzero(counts[:num_slots]).flatten().tolist())
     order, sorted_slots = order[:rows], sorted_slots[:rows]
+    ends = counts[:num_slots].cumsum(0).to(torch.int32)
     return Routing(
         num_tokens=token_slots.shape[0],
         num_slots=num_slots,
         order=order,
         slots=sorted_slots,
-        ends=counts[:num_slots].cumsum(0).to(torch.int32),
+        ends=ends,
         groups=groups,
+        arrays=(order.numpy(), ends.numpy()),
         identity=bool((order == torch.arange(rows)).all()),
     )

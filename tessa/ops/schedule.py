@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tessa.errors import UserError
+from tessa.ops import compiled
 from tessa.ops.routing import Routing
 from tessa.ops.slots import SlotPart
 
@@ -15,24 +16,25 @@ MODES: tuple[Mode, ...] = ("auto", "wide", "segmented")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The cost rule, in multiply-adds; what is fixed in a call is expressed in the multiply-adds it costs as much as.
+    """The CPU's cost rule, in multiply-adds; what is fixed is expressed in the multiply-adds it costs as much as.
 
-    wide:       ``T * S * K * L`` for computing every slot for every token, plus copying the widened activations
-    segmented:  ``n * K * L`` for the own slots alone, plus a fixed cost per call, per resident slot and per group
+    wide:       ``T * S * K * L`` for computing every slot for every token, ``copy`` for each element of the widened
+                activations, and ``widen`` for the calls that make and route them
+    segmented:  ``n * K * L`` for the own slots alone, and ``compiled`` for the one kernel call, or, where only
+                library products apply, ``call`` plus a cost per resident slot and per non-empty group
 
-    Attributes:
-        mode: "auto" applies the rule; the others force one.
-        call: fixed cost of the segmented path's extra calls.
-        slot: cost of an empty or filled group in the grouped product.
-        group: cost of one non-empty group (its operand has to be packed).
-        copy: cost of moving one activation element once.
+    The constants are fits to `python -m experiments.bench_schedules` on one core of an AMD EPYC without AVX-512
+    (about 29e9 multiply-adds/s in the base products). There the segmented products were the faster ones wherever
+    the compiled kernels apply, so the rule turns to wide only for very few tokens over very few slots.
     """
 
     mode: Mode = "auto"
+    widen: float = 2.0e6
+    copy: float = 12.0
+    compiled: float = 3.0e5
     call: float = 1.0e6
     slot: float = 6.0e4
     group: float = 3.0e5
-    copy: float = 12.0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -47,7 +49,9 @@ class Schedule:
         if self.mode != "auto":
             return self.mode == "wide"
         stacked = routing.num_tokens * part.num_slots * part.used
-        wide = stacked * part.length + self.copy * (stacked + activations)
+        wide = stacked * part.length + self.copy * (stacked + activations) + self.widen
         own = routing.rows * part.used * part.length
-        segmented = own + self.call + self.slot * part.num_slots + self.group * len(routing.groups)
-        return wide < segmented
+        if compiled.usable(routing, part.widest, part.delta):
+            return wide < own + self.compiled
+        library = self.call + self.slot * part.num_slots + self.group * len(routing.groups)
+        return wide < own + library

@@ -52,7 +52,7 @@ class SlotPart:
     def _refresh(self) -> None:
         """Note whether all slots in use share one contiguous window, which makes a slice of a gather."""
         self.version += 1
-        widest = max(self.widths, default=0)
+        self.widest = widest = max(self.widths, default=0)
         self.used = aligned(widest, self.dtype)
         self.window: tuple[int, int] | None = None
         rows = [self.index[s, :w] for s, w in enumerate(self.widths) if w]

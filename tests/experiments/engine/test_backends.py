@@ -190,6 +190,15 @@ def test_the_gpus_fixed_buffers_give_the_same_outputs(cache: Path, tmp_path: Pat
     assert result["passed"], result
 
 
+def test_bfloat16_stays_within_its_tolerance(cache: Path, tmp_path: Path) -> None:
+    setup = setup_for("tessa", 1, cache, mixture(tmp_path, "tessa", 1))
+    arguments = {**setup.engine_args, "dtype": "bfloat16"}
+    with Running(dataclasses.replace(setup, engine_args=arguments), tmp_path / "log") as engine:
+        result = engine.gate({})
+    assert result["passed"], result
+    assert result["max_abs_error"] > 1e-4, "bfloat16 was not used"
+
+
 def test_a_broken_adapter_fails_the_gate(cache: Path, tmp_path: Path) -> None:
     """The engine serves a copy of adapter 1 in which one delta is a tenth larger than the reference's."""
     folders = mixture(tmp_path, "tessa", 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessa.ops import cpu
@@ -48,7 +50,19 @@ batches = st.lists(st.integers(-1, 3), min_size=1, max_size=12)
 widths = st.lists(st.integers(0, 9), min_size=4, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.fixture(autouse=True, params=[1, 2], ids=["compiled", "library"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread uses the compiled kernels, two the library products; every test here runs on both."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+both = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@both
 @given(batches, widths, st.booleans(), st.integers(0, 2**16))
 def test_segmented_matches_definition(slots: list[int], width: list[int], shared: bool, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
@@ -69,7 +83,7 @@ def test_segmented_matches_definition(slots: list[int], width: list[int], shared
     assert torch.equal(y[plain], untouched[plain])
 
 
-@settings(max_examples=60, deadline=None)
+@both
 @given(batches, widths, st.booleans(), st.integers(0, 2**16))
 def test_wide_matches_definition(slots: list[int], width: list[int], shared: bool, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)

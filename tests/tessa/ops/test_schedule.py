@@ -22,16 +22,24 @@ def test_forced_modes_ignore_the_rule() -> None:
     assert not Schedule("segmented").wide(route(torch.zeros(1, dtype=torch.int64), 2), part(2), 1)
 
 
-def test_auto_turns_from_wide_to_segmented_as_tokens_and_slots_grow() -> None:
-    def choice(tokens: int, slots: int) -> bool:
-        routing = route(torch.arange(tokens) % slots, slots)
-        return Schedule().wide(routing, part(slots), tokens * 1024)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_auto_never_computes_many_slots_for_many_tokens(threads: int) -> None:
+    """With the compiled kernels (one thread) and with library products (two)."""
 
-    assert choice(1, 2)
-    assert not choice(4096, 8)
-    assert not choice(32, 64)
-    wide = [choice(tokens, 8) for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
-    assert wide == sorted(wide, reverse=True), "once segmented is cheaper it stays cheaper"
+    def choice(tokens: int, slots: int, **small: int) -> bool:
+        routing = route(torch.arange(tokens) % slots, slots)
+        return Schedule().wide(routing, part(slots, **small), tokens * 256)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert not choice(4096, 8)
+        assert not choice(32, 64)
+        chosen = [choice(tokens, 8, width=4, length=256) for tokens in (8, 16, 32, 64, 128, 256, 512)]
+        assert chosen == sorted(chosen, reverse=True), "once segmented is cheaper it stays cheaper"
+        assert any(chosen) == (threads == 2), "library products cost more per group than a few wide rows"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_unknown_schedule_names_the_allowed() -> None:
