@@ -40,6 +40,11 @@ class Evidence:
         """The end of the interval that a claim of 'more than' is held against; the value itself without one."""
         return self.low if np.isfinite(self.low) else self.value
 
+    @property
+    def below(self) -> float:
+        """The other end."""
+        return self.high if np.isfinite(self.high) else self.value
+
 
 def tessa_over_slora(frame: pd.DataFrame) -> list[Evidence]:
     """C6: throughput over S-LoRA's in every setting and degree that has both."""
@@ -104,22 +109,32 @@ def own_products(frame: pd.DataFrame) -> list[Evidence]:
 
 
 def own_collectives(frame: pd.DataFrame) -> list[Evidence]:
-    """C4: collectives that TESSA's adapters add to a step over two or more ranks; the reference is S-LoRA's number."""
-    return _counted(frame, "collectives_per_step", "slora", least_tp=2)
+    """C4: collectives that TESSA's adapters add to a step over two or more ranks; the reference is S-LoRA's number.
+
+    An engine's count holds the base model's own collectives, so base's count in the same setting is taken off.
+    """
+    return _counted(frame, "collectives_per_step", "slora", least_tp=2, over_base=True)
 
 
-def _counted(frame: pd.DataFrame, column: str, other: str, least_tp: int) -> list[Evidence]:
+def _counted(
+    frame: pd.DataFrame, column: str, other: str, least_tp: int, over_base: bool = False
+) -> list[Evidence]:
     found = []
     for part, tp in _parts(frame):
         counts = {
             backend: part.loc[(part["variant"] == backend) & (part["status"] == "complete"), column].dropna()
-            for backend in ("tessa", other)
+            for backend in ("tessa", other, "base")
             if column in part
         }
         if tp < least_tp or not counts or counts["tessa"].empty:
             continue
-        count = float(counts["tessa"].max())
-        reference = float(counts[other].max()) if len(counts[other]) else np.nan
+        own = 0.0
+        if over_base:
+            if counts["base"].empty:
+                continue
+            own = float(counts["base"].max())
+        count = float(counts["tessa"].max()) - own
+        reference = float(counts[other].max()) - own if len(counts[other]) else np.nan
         found.append(_of(part, "tessa", tp, (count, count, count), reference, tp))
     return found
 

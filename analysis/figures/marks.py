@@ -80,6 +80,7 @@ def bars(axes: Axes, part: pd.DataFrame, column: str, by: str, values: Sequence[
             )
     axes.set_xlim(-0.5, len(values) - 0.5)
     label_axis(axes, column)
+    _limit(axes, part, column)
 
 
 def lines(axes: Axes, part: pd.DataFrame, column: str, by: str, values: Sequence[Any]) -> None:
@@ -127,6 +128,20 @@ def lines(axes: Axes, part: pd.DataFrame, column: str, by: str, values: Sequence
                 zorder=5,
             )
     label_axis(axes, column)
+    _limit(axes, part, column)
+
+
+def _limit(axes: Axes, part: pd.DataFrame, column: str) -> None:
+    """Keeps an interval of two rounds from flattening all else: beyond twice the span of the values it is cut off."""
+    keys = [k for k in ("variant", "cell") if k in part]
+    centres = part[part["status"] == "complete"].groupby(keys)[column].mean().dropna().astype(float)
+    if centres.empty or axes.get_yscale() == "log" or column.endswith("attainment"):
+        return
+    centres = centres * SCALES.get(column, 1.0)
+    top, bottom = max(float(centres.max()), 0.0), min(float(centres.min()), 0.0)
+    room = max(top - bottom, 5.0 if column == "adapter_cost" else 0.0)
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, bottom - room) if low < 0 else low, min(high, top + room))
 
 
 def log2_axis(axes: Axes, values: Sequence[float], most: int = 6) -> None:

@@ -14,9 +14,9 @@ from analysis.figures import marks
 
 TOLERANCE = 0.10
 KNEE_RULE = (
-    "A rate is sustained if the run ends no later than 10 % after the arrivals and one unloaded request "
-    "(p99 of the end-to-end latency at the lowest rate), mean over rounds. The knee is the highest rate that is "
-    "sustained together with all lower ones; it lies between that rate and the next one measured."
+    "A rate is sustained if the run ends no later than 10 % after the arrivals and one generation "
+    "(p99 of the end-to-end latency less that of TTFT, at the lowest rate), mean over rounds. The knee is the "
+    "highest rate that is sustained together with all lower ones; it lies between that rate and the next one measured."
 )
 
 
@@ -41,18 +41,20 @@ class Knee:
 def knee(rows: pd.DataFrame) -> Knee:
     """The knee of one backend by KNEE_RULE, from its complete rounds at all rates."""
     good = rows[(rows["status"] == "complete") & rows["request_rate"].notna()]
-    needed = ("requests_per_s", "scheduled_rate", "e2e_s_p99", "num_requests")
+    needed = ("requests_per_s", "scheduled_rate", "e2e_s_p99", "ttft_s_p99", "num_requests")
     if good.empty or any(name not in good or good[name].isna().all() for name in needed):
         return Knee(None, None)
     rates = sorted(good["request_rate"].unique())
-    unloaded = float(good.loc[good["request_rate"] == rates[0], "e2e_s_p99"].mean())
+    lowest = good[good["request_rate"] == rates[0]]
+    # Without TTFT: if even the lowest rate is too high, the time in the queue must not excuse the late end.
+    generation = float((lowest["e2e_s_p99"] - lowest["ttft_s_p99"]).mean())
     last = None
     for rate in rates:
         mine = good[good["request_rate"] == rate]
         count = mine["num_requests"].astype(float)
         arrivals = (count - 1) / mine["scheduled_rate"].astype(float)
         took = count / mine["requests_per_s"].astype(float)
-        if float((took / (arrivals + unloaded)).mean()) > 1 + TOLERANCE:
+        if float((took / (arrivals + generation)).mean()) > 1 + TOLERANCE:
             return Knee(last, float(rate))
         last = float(rate)
     return Knee(last, None)

@@ -15,7 +15,9 @@ from analysis.figures import marks
 # `style` chooses the backend without a display; pyplot must come after it.
 import matplotlib.pyplot as plt  # isort: skip
 
-INTERVALS = "95 % t intervals over rounds; adapter cost from ratios within rounds"
+INTERVALS = (
+    "95 % t intervals over rounds; adapter cost from ratios within rounds; cut off at the frame if very wide"
+)
 
 
 def save(figure: Figure, folder: Path, stem: str, about: dict[str, Any]) -> Path:
