@@ -64,7 +64,9 @@ def compare(a: Path, b: Path, experiment: str | None = None, threshold: float = 
     before, after = load(a, experiment), load(b, experiment)
     keys = list(SAME_WORK)
     old, new = _by_key(before, keys), _by_key(after, keys)
-    rows, changed, lost = [], [], []
+    rows: list[Row] = []
+    changed: list[str] = []
+    lost: list[str] = []
     for key in [*old, *(k for k in new if k not in old)]:
         mine, other = old.get(key), new.get(key)
         first = mine if mine is not None else other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -157,11 +158,10 @@ def from_layer_step(results: Path) -> dict[str, list[Evidence]]:
         where = f"one layer's kernels, {model}{'' if scale == 1 else f' / {scale:g}'} {dtype} on {device}"
         gpu = str(device) != "cpu"
 
-        def add(claim: str, backend: str, tp: int, value: float, **more: object) -> None:
-            low, high = (float(more.pop(k, np.nan)) for k in ("low", "high"))  # type: ignore[arg-type]
+        def add(claim: str, backend: str, tp: int, value: float, **more: Any) -> None:
             if np.isfinite(value):
                 found[claim].append(
-                    Evidence(backend, tp, value, low, high, "emulated", where, gpu, **more)  # noqa: B023  # type: ignore[arg-type]
+                    Evidence(backend, tp, value, np.nan, np.nan, "emulated", where, gpu, **more)  # noqa: B023
                 )
 
         for backend in LORA:
@@ -206,29 +206,29 @@ def from_projection(results: Path) -> dict[str, list[Evidence]]:
     for (gpu, model), rows in table.groupby(["gpu", "model"], sort=False):
         rows = rows.sort_values("tp")
         where = f"{model} bfloat16 on {gpu}"
-        first = rows.iloc[0]
-        last = rows[rows["C1_slora_cost"].notna()].iloc[-1]
+        known = rows[rows["C1_slora_cost"].notna()]
+        first, last = rows.iloc[0], known.iloc[-1]
+        least, most = int(rows["tp"].min()), int(known["tp"].max())
         for backend in LORA:
             value, low, high = (100 * float(last[f"C1_{backend}_cost{end}"]) for end in ("", "_low", "_high"))
             found["C1"].append(
                 Evidence(
-                    backend, int(last["tp"]), value, low, high, "modelled", where, True,
-                    100 * float(first[f"C1_{backend}_cost"]), int(first["tp"]),
+                    backend, most, value, low, high, "modelled", where, True,
+                    100 * float(first[f"C1_{backend}_cost"]), least,
                 )
             )  # fmt: skip
         share = 100 * float(first["C2_parameter_share"])
         found["C2"].append(
             Evidence("punica", 1, share, np.nan, np.nan, "modelled", where, True, note="parameters")
         )
-        for row in rows.to_dict("records"):
-            tp = int(row["tp"])
+        for tp, row in zip(map(int, rows["tp"]), rows.to_dict("records"), strict=True):
             if tp > 1:
                 count, other = float(row["C4_tessa_collectives"]), float(row["C4_slora_collectives"])
                 found["C4"].append(
                     Evidence("tessa", tp, count, count, count, "modelled", where, True, other, tp)
                 )
-            ratio = [float(row[f"C6_tessa_over_slora{end}"]) for end in ("", "_low", "_high")]
-            found["C6"].append(Evidence("tessa", tp, *ratio, "modelled", where, True))
+            value, low, high = (float(row[f"C6_tessa_over_slora{end}"]) for end in ("", "_low", "_high"))
+            found["C6"].append(Evidence("tessa", tp, value, low, high, "modelled", where, True))
     return found
 
 

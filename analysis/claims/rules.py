@@ -119,8 +119,8 @@ CLAIMS = (
         "no adapter-specific communication between GPUs under tensor parallelism",
         "0 collectives",
         "adapter collectives per step",
-        "Collectives that TESSA's adapters add to a counted step at TP 2 or more, base's own taken off. reproduced: none "
-        "anywhere. not: any.",
+        "Collectives that TESSA's adapters add to a counted step at TP 2 or more, base's own taken off. reproduced: "
+        "none anywhere. not: any.",
         _collectives,
         greatest=True,
         paper_value=0.0,

@@ -51,7 +51,8 @@ def shares(part: pd.DataFrame) -> list[Share]:
         products, communication = own - times[WITHOUT_COMPUTE], own - times[WITHOUT_COMMUNICATION]
         pieces = (products, communication, own - base - products - communication)
         found += [
-            Share(variant, name, stats.t_interval(p.dropna())) for name, p in zip(PARTS, pieces, strict=True)
+            Share(variant, name, stats.t_interval(p.dropna().to_numpy()))
+            for name, p in zip(PARTS, pieces, strict=True)
         ]
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -35,7 +35,9 @@ SCALES = {"adapter_cost": 100.0, "slo_attainment": 100.0, "slora_attainment": 10
 WRONG = "outputs wrong by design"
 
 
-def panels(rows: int, columns: int, height: float, sharey: str | bool = "row") -> tuple[Figure, np.ndarray]:
+def panels(
+    rows: int, columns: int, height: float, sharey: Literal["row"] | bool = "row"
+) -> tuple[Figure, np.ndarray]:
     """A grid one column wide; `height` in inches is that of a row without its share of legend and notes."""
     figure, grid = plt.subplots(
         rows,
@@ -226,7 +228,7 @@ def footer(figure: Figure, part: pd.DataFrame, *notes: str) -> None:
 
 def commits(part: pd.DataFrame) -> list[str]:
     """Short commits, those of trees with uncommitted changes marked `+changes`."""
-    seen = {}
+    seen: dict[str, bool] = {}
     for sha, dirty in zip(part["git_sha"], part["git_dirty"], strict=True):
         if pd.notna(sha):
             key = str(sha)[:7]

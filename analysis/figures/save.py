@@ -69,13 +69,13 @@ def about(part: pd.DataFrame, reference: bool = False, notes: dict[str, Any] | N
         else [],
         "no_result": [
             {
-                "cell": row.cell,
-                "backend": row.variant,
-                "tp": int(row.tp),
-                "status": row.status,
-                "reason": row.reason,
+                "cell": row["cell"],
+                "backend": row["variant"],
+                "tp": int(row["tp"]),
+                "status": row["status"],
+                "reason": row["reason"],
             }
-            for row in lost.itertuples()
+            for row in lost.to_dict("records")
         ],
         **(notes or {}),
     }

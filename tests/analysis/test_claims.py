@@ -152,3 +152,45 @@ def test_written_as_json_markdown_and_text(full_results, capsys):
     assert main(["claims", str(full_results)]) == 0
     out = capsys.readouterr().out
     assert all(rule.rule[:30] in out for rule in rules.CLAIMS)
+
+
+def test_layer_step_and_projection_are_evidence_of_their_own_kind(tmp_path, store_cell):
+    def row(variant, tp, seconds, cost, collectives):
+        return {
+            "variant": variant, "tp": tp, "phase": "decode", "sweep": "tp", "status": "complete", "model": "m",
+            "device": "a GPU", "dtype": "bfloat16", "scale": 1, "step_s": seconds, "adapter_cost": cost,
+            "adapter_cost_kernels": 0.9, "collectives_per_step": collectives,
+        }  # fmt: skip
+
+    rows = [row("slora", tp, 4.0 * tp, 0.1 * tp, 8 * (tp > 1)) for tp in (1, 4)]
+    rows += [row("tessa", tp, 2.0, 0.0, 0) for tp in (1, 4)]
+    (tmp_path / "results" / "layer_step").mkdir(parents=True)
+    pd.DataFrame(rows).to_csv(tmp_path / "results" / "layer_step" / "rows.csv", index=False)
+    found = verdicts(tmp_path)
+    assert (found["C6"]["ours"], found["C6"]["provenance"], found["C6"]["verdict"]) == (
+        8.0,
+        "emulated",
+        "partly",
+    )
+    assert (found["C1"]["ours"], found["C1"]["verdict"]) == (40.0, "partly")
+    assert found["C1"]["note"] == "slora at TP 4, 10.0 % at TP 1, with modelled collectives"
+    assert (found["C4"]["ours"], found["C4"]["verdict"]) == (0.0, "partly")
+
+    table = [
+        {
+            "sweep": "tp", "custom_all_reduce": True, "gpu": "h100", "model": "m", "tp": tp, "backend": backend,
+            **{f"adapter_cost{end}": 0.3 * tp for end in ("", "_low", "_high")},
+            **{f"speedup_over_slora{end}": 1.0 + tp for end in ("", "_low", "_high")},
+            "parameter_share": 0.004, "collectives_per_step": 0.0,
+        }
+        for tp in (1, 2) for backend in ("punica", "slora", "tessa")
+    ]  # fmt: skip
+    (tmp_path / "results" / "projection").mkdir()
+    pd.DataFrame(table).to_parquet(tmp_path / "results" / "projection" / "projection.parquet")
+    found = verdicts(tmp_path)
+    assert found["C6"]["ours"] == 8.0
+    assert {e["provenance"] for e in found["C6"]["evidence"]} == {"emulated", "modelled"}
+    assert (found["C2"]["ours"], found["C2"]["verdict"]) == (0.4, "partly")
+    store_cell("slora", [1.0, 1.0])
+    store_cell("tessa", [1.5, 1.5])
+    assert (verdicts(tmp_path)["C6"]["ours"], verdicts(tmp_path)["C6"]["provenance"]) == (1.5, "measured")
