@@ -233,7 +233,11 @@ def from_projection(results: Path) -> dict[str, list[Evidence]]:
 
 
 def _parts(frame: pd.DataFrame) -> list[tuple[pd.DataFrame, int]]:
-    return [(at, int(tp)) for part in tables.settings(frame) for tp, at in part.groupby("tp", sort=True)]
+    return [
+        (at, int(at["tp"].iloc[0]))
+        for part in tables.settings(frame)
+        for _, at in part.groupby("tp", sort=True)
+    ]
 
 
 def _of(
