@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def offline_rounds(
     for index in range(rounds):
         for part in parts:
             more = ("--async-engine",) if part == "throughput-async" else ()
-            sides = alternate(index, {"vllm": lambda more=more: vllm_throughput(bench, more), "harness": own})
+            sides = alternate(index, {"vllm": partial(vllm_throughput, bench, more), "harness": own})
             rows.append({"part": part, "round": index, **sides})
             progress(rows[-1])
     return rows
@@ -181,8 +182,8 @@ def served_rounds(
                     sides = alternate(
                         index,
                         {
-                            "vllm": lambda limit=limit: vllm_serve(bench, url, limit),
-                            "harness": lambda limit=limit: harness(driver, bench, limit),
+                            "vllm": partial(vllm_serve, bench, url, limit),
+                            "harness": partial(harness, driver, bench, limit),
                         },
                     )
                     rows.append({"part": part, "round": index, **sides})
