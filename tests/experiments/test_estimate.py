@@ -23,5 +23,5 @@ def test_an_engine_needs_its_processes_cache_and_weights() -> None:
 def test_engines_stay_side_by_side_where_memory_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 2**30))
     assert side_by_side([group(), group()]) is None
-    assert "3 engines need about 10 GiB and 8 GiB are free" in (side_by_side([group()] * 3) or "")
+    assert "3 engines need about 11 GiB and 8 GiB are free" in (side_by_side([group()] * 3) or "")
     assert side_by_side([group("cuda")]) == "an engine takes the whole GPU"

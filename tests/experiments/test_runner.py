@@ -320,3 +320,12 @@ def test_rotation_gives_every_place_to_every_backend():
     orders = [rotated(["a", "b", "c"], i) for i in range(3)]
     assert sorted(order[0] for order in orders) == ["a", "b", "c"]
     assert rotated([], 2) == []
+
+
+def test_engines_that_do_not_fit_side_by_side_start_anew_each_round(fleet, tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "experiments.runner.side_by_side", lambda groups: f"{len(groups)} engines are too many"
+    )
+    assert cli.execute(tiny_run(), factory=fleet) == 0
+    assert fleet.count("slora", "start") == 2
+    assert (frame_of(tmp_path)["status"] == "complete").all()
