@@ -12,7 +12,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite what it can"
 	@echo "make gpu-check  kernels and layer step on a GPU, in any Python with PyTorch (PY=python3 OUT=folder)"
-	@echo "make traces     fetch or convert the published request traces"
+	@echo "make traces     say where the published request traces are, and check their hashes"
 	@echo "make clean      remove caches; make distclean: .venv too"
 
 setup:

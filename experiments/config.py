@@ -224,6 +224,7 @@ class RunConfig:
     backend: BackendConfig | None = None
     backends: list[str] | None = None
     url: str | None = None
+    weights: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
@@ -270,6 +271,8 @@ def build(values: DictConfig | dict[str, Any]) -> RunConfig:
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
     assert isinstance(config, RunConfig)
+    if config.weights is not None:  # short for model.weights
+        config.model = {**config.model, "weights": config.weights}
     check(config)
     return config
 

@@ -115,6 +115,14 @@ def test_smoke_is_small(experiment, request, monkeypatch):
         assert workload.meta["realised"]["last_arrival_s"] <= 60
 
 
+def test_weights_is_short_for_the_models_own_setting():
+    made = composed("experiment=tp_scaling", "model=tiny", "weights=dummy")
+    assert models.load_spec(made.model).weights == "dummy"
+    assert models.load_spec(composed("experiment=tp_scaling", "model=tiny").model).weights == "random"
+    with pytest.raises(UserError, match="weights"):
+        models.load_spec(composed("experiment=tp_scaling", "model=tiny", "weights=hub").model)
+
+
 def test_every_backend_is_registered_and_has_a_file():
     assert set(known_backends()) == set(REGISTRY)
     assert list(known_backends()) == list(REGISTRY)
