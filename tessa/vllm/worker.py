@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tessa.ops import compiled
+
 GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "onednn_mm", "matmul")
+COMPILED = ("add_combined", "dot_rows", "segmented_in", "segmented_out")
 # Allocation and bookkeeping, which launch nothing.
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh", "is_pinned")
 
@@ -60,9 +63,9 @@ class Counting:
         self._undo: list[Callable[[], None]] = []
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
+        original, own = getattr(owner, name), name in vars(owner)
         setattr(owner, name, make(original))
-        self._undo.append(lambda: delattr(owner, name))
+        self._undo.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
 
     def install(self) -> None:
         from vllm.distributed.parallel_state import get_tp_group
@@ -74,6 +77,8 @@ class Counting:
                     group.device_communicator, name, lambda original, name=name: self._counted(original, name)
                 )
         self._replace(self.model, "forward", self._stepped)
+        for name in COMPILED:  # these are no tensor operations of torch, which the dispatch would see
+            self._replace(compiled, name, self._compiled)
         kernels = _KernelCounter(lambda: self.current)
         for layer in self.model.modules():
             if hasattr(layer, "punica_wrapper") and hasattr(layer, "_get_quant_method"):
@@ -125,6 +130,15 @@ class Counting:
             return original(tensor, *args, **kwargs)
 
         return collective
+
+    def _compiled(self, original: Any) -> Any:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if self.current is not None:
+                self.current.adapter_kernels += 1
+                self.current.adapter_gemms += 1
+            return original(*args, **kwargs)
+
+        return kernel
 
     def _stepped(self, original: Any) -> Any:
         """Count inside the model's forward alone: the sampler's gather of logits is the same for every backend."""

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from tests_support import model_values
 
 from experiments import models
-from experiments.adapters import AdapterSet, make
-from experiments.config import ALL_MODULES, MeasureConfig, RunConfig
+from experiments.adapters import AdapterSet, ensure_adapters
+from experiments.config import ALL_MODULES, GateConfig, MeasureConfig, RunConfig
 from experiments.engine import gate as gating
 from experiments.engine.build import build_setup, matched_bd_rank
 from experiments.engine.parent import EngineProcess
@@ -42,8 +42,8 @@ MIXTURE: list[dict[str, Any]] = [
 ]
 
 
-def mixture(root: Path, form: str, tp: int) -> list[str]:
-    """Folders of the four adapters, in one format."""
+def mixture(cache: Path, form: str, tp: int) -> list[str]:
+    """Folders of the four adapters in one format, kept in the cache so that their reference is computed once."""
     shapes = models.load_named(MODEL).linear_shapes()
     folders = []
     for i, one in enumerate(MIXTURE):
@@ -51,21 +51,18 @@ def mixture(root: Path, form: str, tp: int) -> list[str]:
         rank = matched_bd_rank(own, one["rank"], tp) if form == "bd_lora" else one["rank"]
         if form == "tessa":
             rank = one["rank"] // 4  # slices of a quarter of these small layers would overlap all of them
-        folder = root / f"{form}-{tp}-{i}"
-        make(
-            AdapterSet(
-                form,
-                own,
-                (rank,),
-                placement=one["placement"],
-                offset=one["offset"],
-                shards=4,
-                blocks=tp,
-                seed=i,
-            ),
-            folder,
+        blocks = tp if form == "bd_lora" else 1
+        adapters = AdapterSet(
+            form,
+            own,
+            (rank,),
+            placement=one["placement"],
+            offset=one["offset"],
+            shards=4,
+            blocks=blocks,
+            seed=i,
         )
-        folders.append(str(folder / "adapter-0000"))
+        folders += map(str, ensure_adapters(adapters, cache))
     return folders
 
 
@@ -93,7 +90,8 @@ def setup_for(
         },
         "engine": {"max_num_seqs": 16, "kv_cache_gib": 0.0625, "max_model_len": 256, **changes},
     }
-    config = RunConfig(name="test", tp=tp, model=model_values(MODEL), measure=MeasureConfig(name="test"))
+    measure = MeasureConfig(name="test", gate=GateConfig(enabled=folders is None))
+    config = RunConfig(name="test", tp=tp, model=model_values(MODEL), measure=measure)
     setup = build_setup(config, engine, cache)
     if folders is None:
         return setup
@@ -142,7 +140,7 @@ def test_adapters_equal_merged_weights_and_cost_what_their_structure_says(
     backend: str, tp: int, cache: Path, tmp_path: Path
 ) -> None:
     form = {"bd_lora": "bd_lora", "tessa": "tessa"}.get(backend, "lora")
-    setup = setup_for(backend, tp, cache, mixture(tmp_path, form, tp))
+    setup = setup_for(backend, tp, cache, mixture(cache, form, tp))
     with Running(setup, tmp_path / "log") as engine:
         schedules = ["wide", "segmented", "auto"] if backend == "tessa" else [None]
         for schedule in schedules:
@@ -158,6 +156,9 @@ def test_adapters_equal_merged_weights_and_cost_what_their_structure_says(
     assert counters["collectives_per_step"] == sum(expected_collectives(backend, tp, LAYERS))
     assert counters["adapter_kernels_per_step"] > 0
     assert counters["adapter_bytes_per_rank"] > 0
+    if backend == "tessa":
+        # One product for each of the four fused layers and each axis that the mixture slices.
+        assert counters["adapter_gemms_per_step"] >= 4 * LAYERS
     if form == "lora" and backend != "plain_lora":
         # Shrink once per fused layer, expand once per projection: 4 + 7 products.
         per_layer = counters["adapter_gemms_per_step"] / LAYERS
@@ -178,9 +179,7 @@ def test_backends_without_adapters(backend: str, cache: Path, tmp_path: Path) ->
 def test_the_gpus_fixed_buffers_give_the_same_outputs(cache: Path, tmp_path: Path) -> None:
     """The products that a GPU uses, on the CPU's implementation of the same ops."""
     folders = [
-        f
-        for f, one in zip(mixture(tmp_path, "tessa", 2), MIXTURE, strict=True)
-        if one["placement"] == "across"
+        f for f, one in zip(mixture(cache, "tessa", 2), MIXTURE, strict=True) if one["placement"] == "across"
     ]
     setup = setup_for("tessa", 2, cache, folders)
     arguments = dict(setup.engine_args)
@@ -191,7 +190,7 @@ def test_the_gpus_fixed_buffers_give_the_same_outputs(cache: Path, tmp_path: Pat
 
 
 def test_bfloat16_stays_within_its_tolerance(cache: Path, tmp_path: Path) -> None:
-    setup = setup_for("tessa", 1, cache, mixture(tmp_path, "tessa", 1))
+    setup = setup_for("tessa", 1, cache, mixture(cache, "tessa", 1))
     arguments = {**setup.engine_args, "dtype": "bfloat16"}
     with Running(dataclasses.replace(setup, engine_args=arguments), tmp_path / "log") as engine:
         result = engine.gate({})
@@ -201,7 +200,7 @@ def test_bfloat16_stays_within_its_tolerance(cache: Path, tmp_path: Path) -> Non
 
 def test_a_broken_adapter_fails_the_gate(cache: Path, tmp_path: Path) -> None:
     """The engine serves a copy of adapter 1 in which one delta is a tenth larger than the reference's."""
-    folders = mixture(tmp_path, "tessa", 1)
+    folders = mixture(cache, "tessa", 1)
     setup = setup_for("tessa", 1, cache, folders)
     broken = tmp_path / "broken"
     shutil.copytree(folders[1], broken)
@@ -218,7 +217,7 @@ def test_a_broken_adapter_fails_the_gate(cache: Path, tmp_path: Path) -> None:
 
 def test_vllms_own_cpu_ops_are_caught_by_the_gate(cache: Path, tmp_path: Path) -> None:
     """vLLM gives a request without adapter the last slot's adapter when all slots are taken."""
-    setup = setup_for("punica", 1, cache, mixture(tmp_path, "lora", 1), kernels="stock")
+    setup = setup_for("punica", 1, cache, mixture(cache, "lora", 1), kernels="stock")
     with Running(setup, tmp_path / "log") as engine:
         result = engine.gate({})
     assert not result["passed"]
