@@ -81,7 +81,7 @@ def setup_for(
         "adapters": {
             "count": 4,
             "max_resident": 4,
-            "rank_equivalent": 64,
+            "rank_equivalent": 96,  # room for the largest of MIXTURE, in blocks too
             "target_modules": list(ALL_MODULES),
             "placement": "across",
             "offset": "first",
