@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from experiments import config as schema
+from experiments import provenance
 from experiments.measure.types import RequestRecord
 from experiments.workload.types import Workload
 
@@ -157,3 +159,16 @@ def tiny_run(composed: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
 def room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted engines need no memory: what is free on this machine must not change how a run interleaves."""
     monkeypatch.setattr("experiments.runner.side_by_side", lambda groups: None)
+
+
+@pytest.fixture(autouse=True)
+def own_submit_state() -> Iterator[None]:
+    """A run notes the code's state in the environment for later jobs; one test's note must not reach the next."""
+    names = (provenance.SUBMIT_SHA, provenance.SUBMIT_DIRTY)
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

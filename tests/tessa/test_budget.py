@@ -39,7 +39,8 @@ def test_every_width_lies_within_its_bound(rank, part, segments, other, axis, mu
     nearer = [w for w in (width - segments, width + segments) if 0 < w <= dim]
     assert error <= TOLERANCE + 1e-9 or all(abs(w - ideal) >= abs(width - ideal) for w in nearer)
     layer = budget_of({"m.q_proj": s}, rank).layers[0]
-    assert layer.matched == (error <= TOLERANCE)
+    if abs(error - TOLERANCE) > 1e-9:  # at the bound itself, rounding decides
+        assert layer.matched == (error <= TOLERANCE)
 
 
 @settings(max_examples=200, deadline=None)
