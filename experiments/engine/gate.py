@@ -127,7 +127,7 @@ def compare(
             problems.append(
                 f"request {i} {who} changes by {against_base:.2g} when batched with adapter requests"
             )
-        if request.adapter is not None and uses_adapters and against_base <= 10 * tolerance:
+        if request.adapter is not None and uses_adapters and against_base <= 2 * tolerance:
             problems.append(f"request {i} {who} equals the base model's output: the adapter was not applied")
         if expected is not None:
             error = _error(output, expected[i], tolerance)
