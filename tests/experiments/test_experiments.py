@@ -1,25 +1,17 @@
-"""Every serving experiment at `model=tiny measure=smoke` on real engines, and a run that is interrupted.
+"""Every serving experiment at `model=tiny measure=smoke` on real engines.
 
 The experiments run through `experiments.cli` as run.py does. Engines with the same identity are shared between them:
-most experiments differ in their workloads alone, so that the whole file needs nine starts of seconds to a minute each.
+most experiments differ in their workloads alone, so that the whole file needs five starts of seconds to a minute each.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import psutil
 import pytest
 from omegaconf import DictConfig
 
@@ -172,97 +164,3 @@ def test_breakdown(run: Callable[..., pd.DataFrame]) -> None:
     layers = 2
     assert collectives["slora:communication=off"] == 1 + 2 * layers
     assert collectives["slora:compute=off"] == 1 + 2 * layers + 4 * layers
-
-
-def of_sessions(sessions: set[int]) -> set[psutil.Process]:
-    """Living processes of these sessions."""
-    found = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process)
-    return found
-
-
-def marked(mark: str) -> set[psutil.Process]:
-    """The living processes that have inherited this environment variable, whatever their session."""
-    found = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TESSA_TEST_MARK") == mark:
-                found.add(process)
-    return found
-
-
-def stored(results: Path) -> dict[str, bytes]:
-    """The summaries of the stored cells."""
-    return {
-        file.parent.name: file.read_bytes() for file in sorted(results.glob("tp_scaling/[!.]*/summary.json"))
-    }
-
-
-def test_an_interrupted_run_leaves_nothing_behind_and_the_next_does_the_rest(
-    pool: Pool, cache: Path, tmp_path: Path, repo_root: Path
-) -> None:
-    """SIGINT while the second of two workloads is measured, one engine at work and the other one parked."""
-    pool.end_all()
-    if psutil.virtual_memory().available < TWO_ENGINES_GIB * 2**30:
-        pytest.skip(f"two engines side by side need {TWO_ENGINES_GIB} GiB of free memory")
-    results, mark = tmp_path / "results", uuid.uuid4().hex
-    command = [
-        *(sys.executable, str(repo_root / "run.py"), "experiment=tp_scaling", "tp=2", *SMOKE),
-        *("backends=[base,tessa]", f"paths.results={results}", f"paths.cache={cache}"),
-        # The second workload takes long enough to be interrupted in its middle.
-        *("+grid.workload.output_tokens.value=[4,400]", "measure.caps.output_tokens=400"),
-    ]
-    environment = {**os.environ, "TESSA_TEST_MARK": mark}
-    output = tmp_path / "output"
-
-    with output.open("wb") as out:
-        process = subprocess.Popen(
-            command, cwd=repo_root, stdout=out, stderr=out, env=environment, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + 600
-        while len(stored(results)) < 2:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.05)
-                pytest.fail(f"the run ended too early:\n{output.read_text()[-3000:]}")
-            assert time.monotonic() < deadline, output.read_text()[-3000:]
-        # vLLM's processes set titles over their environment, so they are known by the session that they share.
-        sessions = {os.getsid(p.pid) for p in marked(mark)}
-        assert sessions > {process.pid}
-        members = of_sessions(sessions)
-        assert len(members) >= 7, members  # the run, and for each engine its child and two workers at least
-        process.send_signal(signal.SIGINT)
-        assert process.wait(120) == cli.EXIT_INTERRUPTED, output.read_text()[-3000:]
-        _, alive = psutil.wait_procs(members | marked(mark), timeout=30)
-        assert not alive
-        assert not marked(mark) | of_sessions(sessions)
-    finally:
-        for left in marked(mark):
-            left.kill()
-        process.wait()
-
-    first = stored(results)
-    assert len(first) == 2
-    assert "interrupted" in output.read_text()
-    folders = [entry for entry in (results / "tp_scaling").iterdir() if entry.name != ".claims"]
-    assert {entry.name for entry in folders} == set(first)
-    assert not list((results / "tp_scaling" / ".claims").glob("*.claim"))
-    assert set(load(results)["status"]) == {"complete"}
-
-    again = subprocess.run(
-        command, cwd=repo_root, capture_output=True, text=True, env=environment, timeout=600, check=False
-    )
-    assert again.returncode == cli.EXIT_OK, again.stdout[-3000:] + again.stderr[-3000:]
-    assert "2 cells complete; 2 left as they were" in again.stderr
-    second = stored(results)
-    assert len(second) == 4
-    assert {name: second[name] for name in first} == first
-    frame = load(results)
-    assert (frame["status"] == "complete").all()
-    assert sorted(frame["repeat"]) == sorted([0, 1] * 4)
-    assert frame.groupby("cell")["session"].nunique().max() == 1
-    assert frame["session"].nunique() == 2
-    assert not marked(mark)
