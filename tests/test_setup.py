@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import distributions, entry_points, version
 from pathlib import Path
 from types import ModuleType
@@ -278,12 +279,14 @@ def test_ci_goes_on_without_debian_packages(repo_root: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_both_commands_set_up_first(repo_root: Path, target: str) -> None:
     """The dry run of make lists the set-up before the first use of .venv, and for a given PY no set-up."""
-    plan = subprocess.run(["make", "-n", target], cwd=repo_root, capture_output=True, text=True, check=True)
+    # `make test` hands its own flags and variables down to the tests' make.
+    env = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    run = partial(subprocess.run, cwd=repo_root, env=env, capture_output=True, text=True, check=True)
+    plan = run(["make", "-n", target])
     lines = plan.stdout.splitlines()
     assert "scripts/setup.sh" in lines[0]
     assert all(line.startswith(".venv/bin/python ") for line in lines[1:])
-    own = ["make", "-n", target, f"PY={sys.executable}"]
-    plan = subprocess.run(own, cwd=repo_root, capture_output=True, text=True, check=True)
+    plan = run(["make", "-n", target, f"PY={sys.executable}"])
     assert "setup.sh" not in plan.stdout
 
 
