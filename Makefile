@@ -3,11 +3,12 @@
 PY := .venv/bin/python
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint typecheck format traces gpu-check clean distclean
+.PHONY: help setup demo reference test lint typecheck format traces gpu-check clean distclean
 
 help:
 	@echo "make demo       tensor-parallel comparison of all backends on the CPU, table and figure at the end"
 	@echo "make test       lint, types and the whole test set (PYTEST_ARGS='-m \"not engine\"' for the quick part)"
+	@echo "make reference  the reference results from a clean commit, about an hour on 2 cores (REFERENCE_ARGS=--list)"
 	@echo "make setup      only create or repair .venv"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite what it can"
@@ -22,6 +23,11 @@ endif
 
 demo: setup
 	$(PY) run.py experiment=tp_scaling tp=2 model=small measure=demo
+
+REFERENCE_ARGS ?=
+
+reference: setup
+	$(PY) scripts/reference.py $(REFERENCE_ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

@@ -85,6 +85,17 @@ def _parser() -> argparse.ArgumentParser:
         "--threshold", type=float, default=None, help="least change that counts, default 0.03"
     )
     compared.add_argument("--fail", action="store_true", help="exit with 1 if anything got worse or was lost")
+    text = "copy a results folder into a small one for git, without logs and names of the machine"
+    exported = commands.add_parser("export", help=text, description=text)
+    exported.add_argument("results_dir", type=Path, help="folder that runs wrote, on a clean tree")
+    exported.add_argument("out", type=Path, help="folder of the copy, such as results/reference")
+    text = "write the README's tables and figures from the reference results"
+    shown = commands.add_parser("readme", help=text, description=text)
+    shown.add_argument("--check", action="store_true", help="write nothing; exit with 1 where they differ")
+    shown.add_argument("--readme", type=Path, default=Path("README.md"), help="default: README.md")
+    shown.add_argument(
+        "--results", type=Path, default=Path("results/reference"), help="default: results/reference"
+    )
     return parser
 
 
@@ -155,6 +166,35 @@ def _compare(args: argparse.Namespace) -> int:
     return int(args.fail and bool(found.regressions or found.lost))
 
 
+def _export(args: argparse.Namespace) -> int:
+    from analysis import reference
+
+    written = reference.export(args.results_dir, args.out)
+    total = reference.size(args.out)
+    print(f"{len(written)} files written; {args.out} holds {total / 1e6:.2f} MB")
+    if total > reference.MOST_BYTES:
+        print(
+            f"that is more than {reference.MOST_BYTES / 1e6:g} MB; export fewer experiments", file=sys.stderr
+        )
+        return 1
+    return 0
+
+
+def _readme(args: argparse.Namespace) -> int:
+    from analysis import readme
+
+    if not args.check:
+        for path in readme.write(args.readme, args.results):
+            print(path)
+        return 0
+    found = readme.differences(args.readme, args.results)
+    for text in found:
+        print(text)
+    if found:
+        print("write them anew with: python -m analysis readme", file=sys.stderr)
+    return int(bool(found))
+
+
 _COMMANDS = {
     "table": _table,
     "figures": _figures,
@@ -162,6 +202,8 @@ _COMMANDS = {
     "report": _report,
     "validation": _validation,
     "compare": _compare,
+    "export": _export,
+    "readme": _readme,
 }
 
 

@@ -99,19 +99,20 @@ def describe(part: pd.DataFrame) -> str:
         str(first["experiment"]),
         f"model {first['model']} {first['dtype']} on {first['device']}",
         f"workload {str(first['workload_hash'])[:8]}",
-        f"{_text(first.get('num_requests'))} requests {_text(first.get('arrivals'))}",
+        f"{number(first.get('num_requests'))} requests {number(first.get('arrivals'))}",
     ]
     if pd.notna(first.get("request_rate")):
         words.append(f"{first['request_rate']:g} requests/s")
     if pd.notna(first.get("concurrency")):
         words.append(f"concurrency {int(first['concurrency'])}")
     words.append(f"adapters {first['num_adapters']} {first['popularity']}, rank-equivalent")
-    words[-1] += f" {_text(first.get('rank_equivalent'))}"
+    words[-1] += f" {number(first.get('rank_equivalent'))}"
     words.append("/".join(sorted(set(part["provenance"]))))
     return ", ".join(words)
 
 
-def _text(value: object) -> str:
+def number(value: object) -> str:
+    """A label's value as text, empty where there is none."""
     if value is None or value is pd.NA or (isinstance(value, float) and np.isnan(value)):
         return ""
     return f"{value:g}" if isinstance(value, float) else str(value)

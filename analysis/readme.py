@@ -1,0 +1,230 @@
+"""The README's results: tables, claims and figures between two marks, from the reference set alone.
+
+`python -m analysis readme` writes them, `--check` tells what is no longer what the reference set gives.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.image import imread
+
+from analysis import claims, figures, style, tables
+from analysis.figures import marks
+from analysis.load import load, summaries
+from tessa.errors import UserError
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+REFERENCE = Path("results") / "reference"
+FIGURES = (
+    ("tp_scaling", "tp_scaling"), ("breakdown", "breakdown"), ("adapter_count", "adapter_count"),
+    ("rate_sweep", "rate_sweep"), ("interconnect", "interconnect"), ("quality", "quality"),
+    ("projection", "projection_speedup"),
+)  # fmt: skip
+"""(experiment, start of the figure's name): the figures that the README shows where they can be drawn."""
+PIXELS_MAY_DIFFER = 0.01
+"""Mean difference of two drawings, of 1: other builds of the font library round glyphs otherwise."""
+EMPTY = (
+    "No reference results are stored yet; `make reference` makes them on this machine's CPU in about an hour."
+)
+
+
+def write(readme: Path, results: Path) -> list[Path]:
+    """Puts the results between the README's marks and the figures into `<results>/figures`; returns what it wrote."""
+    frame = load(results)
+    drawn = _draw(frame, results)
+    folder = results / "figures"
+    written = []
+    for old in folder.glob("*.png"):
+        if old.name not in drawn:
+            old.unlink()
+    for name, content in drawn.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        written.append(folder / name)
+    before, _, after = _split(readme)
+    text = block(frame, results, list(drawn), _relative(folder, readme))
+    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    return [readme, *written]
+
+
+def differences(readme: Path, results: Path) -> list[str]:
+    """What in the README or in `<results>/figures` is not what the reference set gives, in words; empty if all is."""
+    frame = load(results)
+    drawn = _draw(frame, results)
+    folder = results / "figures"
+    found = []
+    wanted = block(frame, results, list(drawn), _relative(folder, readme)).splitlines()
+    there = _split(readme)[1].strip("\n").splitlines()
+    if wanted != there:
+        pairs = zip([*wanted, ""], [*there, ""], strict=False)
+        first = next(((a, b) for a, b in pairs if a != b), (wanted[-1:], there[-1:]))
+        found.append(f"{readme.name}: the reference set gives {first[0]!r}, the file has {first[1]!r}")
+    for name, content in drawn.items():
+        found += _compared(folder / name, content)
+    stale = {file.name for file in folder.glob("*.png")} - set(drawn)
+    found += [f"{folder / name} is not drawn from the reference set any more" for name in sorted(stale)]
+    return found
+
+
+def block(frame: pd.DataFrame, results: Path, drawn: list[str], folder: str) -> str:
+    """The Markdown between the marks. `drawn`: names of the figures; `folder`: theirs, seen from the README."""
+    if frame.empty and not drawn:
+        return EMPTY
+    clean = figures.only_reference(frame)
+    scaling = clean[clean["experiment"] == "tp_scaling"]
+    parts = [_source(clean, results)]
+    parts += [_scaling(part) for part in _parts(scaling)]
+    parts.append(_claims(claims.table(frame, results, reference=True)))
+    if drawn:
+        images = (f'<img src="{folder}/{name}" alt="{Path(name).stem}" width="48%">' for name in drawn)
+        parts.append("\n".join(images))
+    return "\n\n".join(filter(None, parts))
+
+
+def _draw(frame: pd.DataFrame, results: Path) -> dict[str, bytes]:
+    """File name -> PNG of every figure in FIGURES that the reference set allows."""
+    found: dict[str, bytes] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = tuple(experiment for experiment, _ in FIGURES)
+        paths = figures.draw_all(frame, results, Path(folder), True, wanted).paths
+        for experiment, start in FIGURES:
+            for path in sorted(paths):
+                said = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+                if said["experiment"] == experiment and path.stem.startswith(start):
+                    found[f"{start}.png"] = path.read_bytes()
+                    break
+    return found
+
+
+def _split(readme: Path) -> tuple[str, str, str]:
+    text = readme.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    inside, end, after = rest.partition(END)
+    if not (begin and end):
+        raise UserError(
+            f"{readme} has no {BEGIN} followed by {END}; put the two lines where the results belong"
+        )
+    return before, inside, after
+
+
+def _relative(folder: Path, readme: Path) -> str:
+    folder, home = folder.resolve(), readme.resolve().parent
+    return folder.relative_to(home).as_posix() if folder.is_relative_to(home) else folder.as_posix()
+
+
+def _compared(file: Path, drawn: bytes) -> list[str]:
+    if not file.is_file():
+        return [f"{file} is missing"]
+    if file.read_bytes() == drawn:
+        return []
+    with tempfile.NamedTemporaryFile(suffix=".png") as now:
+        Path(now.name).write_bytes(drawn)
+        old, new = imread(file), imread(now.name)
+    same = old.shape == new.shape and float(np.abs(old - new).mean()) < PIXELS_MAY_DIFFER
+    return [] if same else [f"{file} is not what the reference set gives"]
+
+
+def _source(frame: pd.DataFrame, results: Path) -> str:
+    """Machine, packages and commits of the measured cells in a sentence."""
+    good = frame[frame["status"] == "complete"]
+    if good.empty:
+        return ""
+    hardware: dict[str, Any] = next(summaries(results))["environment"].get("hardware") or {}
+    memory = f", {hardware['memory_gib']:g} GiB" if hardware.get("memory_gib") else ""
+    machines = " and ".join(sorted(map(str, good["machine"].dropna().unique())))
+    packages = "; ".join(sorted(map(str, good["engine"].dropna().unique())))
+    commits = ", ".join(marks.commits(good))
+    checked = (
+        "outputs checked against merged weights"
+        if (good["gate"] == "passed").all()
+        else "see each cell's gate"
+    )
+    cells = good["cell"].nunique()
+    return (
+        f"{cells} cells on {machines}{memory}; {packages}; commit {commits}, clean tree; {checked}; "
+        f"± and brackets are 95 % intervals. All numbers: `python -m analysis table {REFERENCE.as_posix()}`."
+    )
+
+
+def _parts(scaling: pd.DataFrame) -> list[pd.DataFrame]:
+    """tp_scaling by model and load; degrees stand side by side, so `setting` may differ in tp."""
+    keys = [k for k in ("model", "dtype", "device", "family") if k in scaling]
+    return [part for _, part in scaling.groupby(keys, dropna=False, sort=False)] if len(scaling) else []
+
+
+def _scaling(part: pd.DataFrame) -> str:
+    degrees = [int(tp) for tp in sorted(part["tp"].dropna().unique())]
+    first = part.iloc[0]
+    heads = ["backend"]
+    for tp in degrees:
+        heads += [f"TP {tp}: tokens/s", "cost", "TPOT p50", "collectives/step"]
+    rows = ["| " + " | ".join([*heads, "adapters/rank", "commit"]) + " |"]
+    rows.append("|---" * (len(heads) + 2) + "|")
+    for variant in style.in_order(part):
+        mine = part[part["variant"] == variant]
+        cells = [style.name(variant)]
+        for tp in degrees:
+            at = mine[mine["tp"] == tp]
+            cells += [_value(at, *column) for column in _COLUMNS]
+        cells.append(
+            _value(mine[mine["tp"] == degrees[-1]], "adapter_bytes_per_rank", 2**-20, 2, " MiB", False)
+        )
+        rows.append("| " + " | ".join([*cells, ", ".join(marks.commits(mine)) or "–"]) + " |")
+    what = (
+        f"`tp_scaling`, {'/'.join(sorted(set(part['provenance'])))}: model `{first['model']}` {first['dtype']}, "
+        f"{tables.number(first.get('num_requests'))} requests of {_tokens(first.get('prompt_tokens'))} + "
+        f"{_tokens(first.get('output_tokens'))} tokens, {first['num_adapters']} adapters, {first['popularity']}, "
+        f"rank-equivalent {tables.number(first.get('rank_equivalent'))}, {_rounds(part)} rounds:"
+    )
+    return what + "\n\n" + "\n".join(rows)
+
+
+_COLUMNS = (
+    ("output_tokens_per_s", 1.0, 1, "", True), ("adapter_cost", 100.0, 1, " %", True),
+    ("tpot_s_p50", 1e3, 1, " ms", False), ("collectives_per_step", 1.0, 0, "", False),
+)  # fmt: skip
+
+
+def _value(part: pd.DataFrame, column: str, scale: float, digits: int, unit: str, interval: bool) -> str:
+    """`94.5 ± 3.2 %`; a dash where there is no number, and for the throughput the status instead."""
+    found = tables.interval(part, column)
+    if not np.isfinite(found.centre):
+        lost = [s for s in dict.fromkeys(part["status"]) if s != "complete"]
+        return str(lost[0]) if lost and column == _COLUMNS[0][0] else "–"
+    if column == "adapter_cost" and (part["backend"] == "base").all():
+        return "–"
+    text = f"{found.centre * scale:.{digits}f}"
+    if interval and np.isfinite(found.low):
+        text += f" ± {(found.high - found.low) / 2 * scale:.{digits}f}"
+    return (text + unit).replace("-", "−")
+
+
+def _tokens(said: object) -> str:
+    """`fixed(value=64)` as `64`; other distributions as they are."""
+    text = str(said)
+    return text.removeprefix("fixed(value=").removesuffix(")") if text.startswith("fixed(value=") else text
+
+
+def _rounds(part: pd.DataFrame) -> str:
+    counts = part[part["status"] == "complete"].groupby("cell")["repeat"].nunique()
+    if counts.empty:
+        return "0"
+    return f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
+
+
+def _claims(rows: list[dict[str, Any]]) -> str:
+    lines = ["| claim | paper | here | provenance | where | verdict |", "|---" * 6 + "|"]
+    for row in rows:
+        here = f"{claims.shown(row)} {row['unit']}" if row["ours"] is not None else "–"
+        cells = (
+            f"{row['id']}: {row['claim']}", row["paper"], here, row["provenance"] or "–", row["note"] or "–",
+            f"**{row['verdict']}**",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
+    return "\n".join(lines)

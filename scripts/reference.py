@@ -1,0 +1,171 @@
+"""Make the reference results on this machine's CPU: `make reference`. About 45 minutes on two cores.
+
+Runs the experiments below one after another into `results/reference-run` (not in git), on a tree without uncommitted
+changes, then writes their small copy, the figures and the README's tables. Interrupted, the same command goes on
+where it was. Commit `results/reference` and `README.md` afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from experiments import provenance  # noqa: E402
+
+RUN, OUT = REPO / "results" / "reference-run", REPO / "results" / "reference"
+FULL = ("model=small", "measure=demo", "measure.rounds=5")
+SHORT = ("tp=2", "model=small", "measure=demo", "backends=[base,slora,tessa]")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. needs: a file below the traces' folder without which the step is left out."""
+
+    experiment: str
+    overrides: tuple[str, ...]
+    minutes: float
+    needs: str | None = None
+
+    @property
+    def command(self) -> list[str]:
+        return ["run.py", f"experiment={self.experiment}", *self.overrides]
+
+
+AZURE = "AzureLLMInferenceTrace_conv.csv"
+STEPS = (
+    Step("layer_step", ("study.budget_s=150", "study.models=[llama-3.1-8b]", "study.rounds=3"), 3),
+    Step("tp_scaling", ("tp=1", *FULL), 4),
+    Step("tp_scaling", ("tp=2", *FULL), 5),
+    Step("breakdown", ("tp=2", *FULL), 6),
+    Step("popularity", (*SHORT, "measure.caps.grid_values=6"), 6),
+    Step("adapter_count", (*SHORT, "grid.adapters.count=[4,32]"), 6),
+    Step(
+        "budget_sweep",
+        (
+            *(*SHORT, "grid.adapters.rank_equivalent=[2,16]"),
+            "grid.adapters.target_modules=[[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]]",
+        ),
+        6,
+    ),
+    Step(
+        "batch_sweep",
+        (
+            *SHORT,
+            "grid.workload.arrivals.concurrency=[1,8,32]",
+            "grid.workload.prompt_tokens.value=[64]",
+        ),
+        6,
+    ),
+    Step("rate_sweep", (*SHORT, "grid.workload.arrivals.rate=[1,4,16]"), 7),
+    Step(
+        "trace_replay",
+        (
+            *(*SHORT, "measure.caps.requests=64"),
+            f"grid.workload.trace=[{{format: azure, path: '${{paths.traces}}/{AZURE}', window_s: 60, "
+            "max_prompt_tokens: 128, max_output_tokens: 32}]",
+        ),
+        5,
+        AZURE,
+    ),
+    # Last, as it compares itself with the cells that were measured.
+    Step("projection", (), 0.5),
+)
+
+
+def traces() -> Path:
+    return Path(os.environ.get("TESSA_SHARED", REPO.parent / "shared")) / "traces"
+
+
+def chosen(names: str | None) -> list[Step]:
+    """The steps of the named experiments, or all; an unknown name ends the program."""
+    if names is None:
+        return list(STEPS)
+    known = {step.experiment for step in STEPS}
+    wanted = names.split(",")
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        sys.exit(f"error: no reference step for {', '.join(unknown)}; there are: {', '.join(sorted(known))}")
+    return [step for step in STEPS if step.experiment in wanted]
+
+
+def refuse_dirty() -> None:
+    """Ends the program unless the tree is a commit: other numbers cannot be a reference."""
+    state = provenance.git_state()
+    if state["sha"] is None:
+        sys.exit(
+            "error: not a git checkout, or git is missing; reference results name the commit they come from"
+        )
+    if state["dirty"]:
+        sys.exit(
+            "error: the tree has uncommitted changes, and reference results name one commit. Commit or stash "
+            "(git status shows what), or run in a clean copy: git worktree add ../reference HEAD"
+        )
+
+
+def run(step: Step, environment: dict[str, str]) -> int:
+    """One step as the user would type it; Ctrl-C reaches it too."""
+    command = [sys.executable, *step.command, f"paths.results={RUN}"]
+    print(f"\n$ python {shlex.join(command[1:])}", flush=True)
+    return subprocess.run(command, cwd=REPO, env=environment).returncode
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/reference.py", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
+    parser.add_argument(
+        "--only", metavar="A,B", help="run these experiments' steps; the export takes all that is there"
+    )
+    parser.add_argument(
+        "--export-only", action="store_true", help="run nothing, write the copy, figures and README"
+    )
+    args = parser.parse_args(argv)
+    steps = chosen(args.only)
+    if args.list:
+        for step in steps:
+            print(f"{step.minutes:4.1f} min  python {shlex.join(step.command)}")
+        print(f"{sum(step.minutes for step in steps):4.1f} min on two cores in all")
+        return 0
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH")))),
+    }
+    failed = []
+    if not args.export_only:
+        refuse_dirty()
+        for step in steps:
+            if step.needs and not (traces() / step.needs).is_file():
+                print(f"left out: {step.experiment} needs {step.needs} in {traces()} (`make traces`)")
+                continue
+            began = time.monotonic()
+            code = run(step, environment)
+            print(f"{step.experiment}: exit status {code} after {(time.monotonic() - began) / 60:.1f} min")
+            if code == 130:
+                print("interrupted; the same command goes on here")
+                return code
+            if code:
+                failed.append(step.experiment)
+    if failed:
+        print(f"not complete: {', '.join(failed)}; the same command runs the rest. Nothing was exported.")
+        return 1
+    for command in (["export", str(RUN), str(OUT)], ["readme"]):
+        code = subprocess.run(
+            [sys.executable, "-m", "analysis", *command], cwd=REPO, env=environment
+        ).returncode
+        if code:
+            return code
+    print(f"done; look at `git diff --stat`, then commit {OUT.relative_to(REPO)} and README.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

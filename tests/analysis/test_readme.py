@@ -1,0 +1,98 @@
+"""The README's results come from the reference set, and a change of either is noticed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import analysis_store
+import matplotlib.pyplot as plt
+import pytest
+
+from analysis import readme
+from analysis.__main__ import main
+from tessa.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A README with the results of a small store between its marks."""
+    root = tmp_path_factory.mktemp("readme")
+    base = [100.0, 104.0, 96.0]
+    for tp in (1, 2):
+        analysis_store.write_cell(root, "base", base, tp)
+        analysis_store.write_cell(root, "tessa", [95.0, 98.8, 91.2], tp, base=base)
+        if tp == 1:
+            analysis_store.write_cell(root, "slora", [80.0, 83.0, 77.0], tp, base=base)
+    analysis_store.write_cell(root, "slora", [], 2, status="failed")
+    file = root / "README.md"
+    file.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    written = readme.write(file, root / "results")
+    assert [p.name for p in written] == ["README.md", "tp_scaling.png"]
+    return file, root / "results"
+
+
+def test_a_row_per_backend_with_both_degrees_claims_and_figure(shown: tuple[Path, Path]) -> None:
+    text = shown[0].read_text()
+    assert text.startswith(f"before\n{readme.BEGIN}\n5 cells on a CPU, 2 cores")
+    assert text.endswith(f"{readme.END}\nafter\n")
+    rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
+    assert "| TESSA | 95.0 ± 9.4 | 5.0 ± 0.0 % | 10.0 ms | 2 | 95.0 ± 9.4 | 5.0 ± 0.0 % |" in rows["TESSA"]
+    assert rows["TESSA"].endswith("| 1.00 MiB | ccccccc |")
+    assert "| failed | – | – | – | – |" in rows["S-LoRA"]
+    assert rows["base"].count("–") == 2
+    assert sum(name.startswith("C") for name in rows) == 6
+    assert '<img src="results/figures/tp_scaling.png"' in text
+    assert readme.differences(*shown) == []
+
+
+def test_another_number_in_the_readme_or_figure_is_found(shown: tuple[Path, Path], tmp_path: Path) -> None:
+    file, results = shown
+    text = file.read_text()
+    changed = file.with_name("CHANGED.md")
+    changed.write_text(text.replace("95.0", "99.0", 1))
+    (found,) = readme.differences(changed, results)
+    assert "99.0" in found
+    changed.write_text(text.replace("\n" + readme.END, "one more line\n" + readme.END))
+    assert len(readme.differences(changed, results)) == 1
+    image = results / "figures" / "tp_scaling.png"
+    kept = image.read_bytes()
+    try:
+        picture = plt.imread(image)
+        plt.imsave(image, picture[::-1])
+        assert readme.differences(file, results) == [f"{image} is not what the reference set gives"]
+        plt.imsave(image, picture)
+        assert readme.differences(file, results) == []
+        image.unlink()
+        assert readme.differences(file, results) == [f"{image} is missing"]
+    finally:
+        image.write_bytes(kept)
+
+
+def test_another_result_is_found(shown: tuple[Path, Path], tmp_path: Path) -> None:
+    _, results = shown
+    cell = next((results / "tp_scaling").glob("tessa-tp2*/summary.json"))
+    kept = cell.read_text()
+    try:
+        cell.write_text(kept.replace("95.0", "60.0"))
+        assert len(readme.differences(*shown)) == 2
+    finally:
+        cell.write_text(kept)
+
+
+def test_an_empty_set_says_how_to_fill_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "README.md"
+    file.write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    arguments = ["readme", "--readme", str(file), "--results", str(tmp_path / "none")]
+    assert main([*arguments, "--check"]) == 1
+    assert "python -m analysis readme" in capsys.readouterr().err
+    assert main(arguments) == 0
+    assert "make reference" in file.read_text()
+    assert main([*arguments, "--check"]) == 0
+    file.write_text("no marks")
+    with pytest.raises(UserError, match="put the two lines"):
+        readme.write(file, tmp_path / "none")
+
+
+def test_the_readme_is_what_the_reference_set_gives(repo_root: Path) -> None:
+    found = readme.differences(repo_root / "README.md", repo_root / readme.REFERENCE)
+    assert not found, "write them anew with `python -m analysis readme`:\n" + "\n".join(found)
