@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import analysis_store
 import pytest
+
+from experiments.projection.runner import ProjectionSpec
+from experiments.projection.runner import run as project
 
 
 @pytest.fixture
@@ -20,3 +24,13 @@ def store_cell(tmp_path: Path) -> Callable[..., Path]:
 def full_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A results folder with every serving experiment and gaps of every kind. Not to be written to."""
     return analysis_store.full_store(tmp_path_factory.mktemp("full"))
+
+
+@pytest.fixture(scope="session")
+def complete_results(full_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`full_results` with a small projection beside it. Not to be written to."""
+    folder = tmp_path_factory.mktemp("complete") / "results"
+    shutil.copytree(full_results, folder)
+    spec = ProjectionSpec(models=("llama-3.1-8b",), gpus=("h100",), tps=(1, 2, 8))
+    project(spec, folder / "projection")
+    return folder

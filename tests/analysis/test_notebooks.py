@@ -1,0 +1,98 @@
+"""The notebooks run from top to bottom, on a full store, on an empty one, and on what comes with the project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import pytest
+from nbclient import NotebookClient
+
+from analysis import notebook
+
+FOLDER = Path(notebook.__file__).parent / "notebooks"
+NAMES = ("overview", "serving", "quality", "projection")
+
+
+@pytest.fixture
+def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> Any:
+    """Runs a notebook in a kernel of its own and returns it with its outputs."""
+
+    def run(name: str, results: Path | None) -> Any:
+        for variable, folder in (("JUPYTER_RUNTIME_DIR", "runtime"), ("IPYTHONDIR", "ipython")):
+            monkeypatch.setenv(variable, str(tmp_path / folder))
+        monkeypatch.setenv("PYTHONPATH", str(repo_root))
+        if results is None:
+            monkeypatch.delenv("TESSA_RESULTS", raising=False)
+        else:
+            monkeypatch.setenv("TESSA_RESULTS", str(results))
+        read = jupytext.read(FOLDER / f"{name}.py")
+        NotebookClient(
+            read, timeout=120, kernel_name="python3", resources={"metadata": {"path": FOLDER}}
+        ).execute()
+        return read
+
+    return run
+
+
+def outputs(read: Any) -> tuple[str, int]:
+    """All printed text and tables, and the number of figures."""
+    found = [output for cell in read.cells for output in cell.get("outputs", [])]
+    data = [output.get("data", {}) for output in found]
+    text = [output.get("text", "") for output in found] + [entry.get("text/plain", "") for entry in data]
+    return "\n".join(text), sum("image/png" in entry for entry in data)
+
+
+def test_all_are_there_and_thin() -> None:
+    files = sorted(FOLDER.glob("*"))
+    assert sorted(NAMES) == [file.stem for file in files if file.suffix == ".py"]
+    assert not [file for file in files if file.suffix == ".ipynb"], (
+        "kept as text; outputs do not belong in git"
+    )
+    for file in files:
+        if file.suffix == ".py":
+            code = [c.source for c in jupytext.read(file).cells if c.cell_type == "code"]
+            assert not any("def " in source or "plt." in source for source in code), file
+            assert sum(len(source.splitlines()) for source in code) < 40, file
+
+
+@pytest.mark.parametrize(
+    ("name", "figures", "said"),
+    [
+        ("overview", 1, ["C6", "tp_scaling", "output_tokens_per_s"]),
+        ("serving", 10, ["slora:communication=off", "missing: adapter_count/slora"]),
+        ("quality", 1, ["base7_addition", "C5"]),
+        ("projection", 5, ["layer_ops_median_error", "C6_tessa_over_slora", "run.py experiment=layer_step"]),
+    ],
+)
+def test_a_notebook_shows_a_users_results(
+    execute: Any, complete_results: Path, name: str, figures: int, said: list[str]
+) -> None:
+    text, images = outputs(execute(name, complete_results))
+    assert images >= figures
+    for words in said:
+        assert words in text
+    assert "No cells are stored" not in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs_without_results_and_says_so(execute: Any, tmp_path: Path, name: str) -> None:
+    text, images = outputs(execute(name, tmp_path / "empty"))
+    assert "No cells are stored below" in text
+    assert "TESSA_RESULTS" in text
+    assert images == 0
+
+
+def test_out_of_the_box_it_is_the_reference(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store_cell: Any
+) -> None:
+    monkeypatch.delenv("TESSA_RESULTS", raising=False)
+    monkeypatch.setattr(notebook, "REPO", tmp_path)
+    assert notebook.Results().folder == tmp_path / "results"
+    store_cell("base", [1.0])
+    (tmp_path / "results").rename(tmp_path / "reference")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "reference").rename(tmp_path / "results" / "reference")
+    assert notebook.Results().folder == tmp_path / "results" / "reference"
+    assert notebook.Results("results").folder == tmp_path / "results"
