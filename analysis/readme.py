@@ -160,7 +160,6 @@ def _parts(scaling: pd.DataFrame) -> list[pd.DataFrame]:
 
 def _scaling(part: pd.DataFrame) -> str:
     degrees = [int(tp) for tp in sorted(part["tp"].dropna().unique())]
-    first = part.iloc[0]
     heads = ["backend"]
     for tp in degrees:
         heads += [f"TP {tp}: tokens/s", "cost", "TPOT p50", "collectives/step"]
@@ -176,12 +175,7 @@ def _scaling(part: pd.DataFrame) -> str:
             _value(mine[mine["tp"] == degrees[-1]], "adapter_bytes_per_rank", 2**-20, 2, " MiB", False)
         )
         rows.append("| " + " | ".join([*cells, ", ".join(marks.commits(mine)) or "–"]) + " |")
-    what = (
-        f"`tp_scaling`, {'/'.join(sorted(set(part['provenance'])))}: model `{first['model']}` {first['dtype']}, "
-        f"{tables.number(first.get('num_requests'))} requests of {_tokens(first.get('prompt_tokens'))} + "
-        f"{_tokens(first.get('output_tokens'))} tokens, {first['num_adapters']} adapters, {first['popularity']}, "
-        f"rank-equivalent {tables.number(first.get('rank_equivalent'))}, {_rounds(part)} rounds:"
-    )
+    what = f"{tables.describe(part)}; {_rounds(part)} rounds:"
     return what + "\n\n" + "\n".join(rows)
 
 
@@ -203,12 +197,6 @@ def _value(part: pd.DataFrame, column: str, scale: float, digits: int, unit: str
     if interval and np.isfinite(found.low):
         text += f" ± {(found.high - found.low) / 2 * scale:.{digits}f}"
     return (text + unit).replace("-", "−")
-
-
-def _tokens(said: object) -> str:
-    """`fixed(value=64)` as `64`; other distributions as they are."""
-    text = str(said)
-    return text.removeprefix("fixed(value=").removesuffix(")") if text.startswith("fixed(value=") else text
 
 
 def _rounds(part: pd.DataFrame) -> str:

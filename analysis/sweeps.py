@@ -66,10 +66,11 @@ POPULARITY = {
     "slora_power": "S-LoRA power",
     "trace": "trace's own",
 }
+ALL_MODULES = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 MODULE_SETS = {
     "q_proj+k_proj+v_proj+o_proj": "attention",
     "gate_proj+up_proj+down_proj": "MLP",
-    "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj": "all seven",
+    ALL_MODULES: "all seven",
 }
 
 

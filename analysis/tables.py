@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from analysis import style
+from analysis import style, sweeps
 from experiments.measure import metrics, stats
 
 SETTING = ("experiment", "model", "dtype", "device", "setting")
@@ -93,22 +95,49 @@ def _cell(part: pd.DataFrame, column: Column) -> str:
 
 
 def describe(part: pd.DataFrame) -> str:
-    """What a setting is, in one line."""
+    """What a setting is, in one line; of what varies within the part, all values or their range."""
     first = part.iloc[0]
     words = [
         str(first["experiment"]),
         f"model {first['model']} {first['dtype']} on {first['device']}",
-        f"workload {str(first['workload_hash'])[:8]}",
-        f"{number(first.get('num_requests'))} requests {number(first.get('arrivals'))}",
+        _hashes(part),
+        f"{_values(part, 'num_requests')} requests {_values(part, 'arrivals')}",
     ]
-    if pd.notna(first.get("request_rate")):
-        words.append(f"{first['request_rate']:g} requests/s")
-    if pd.notna(first.get("concurrency")):
-        words.append(f"concurrency {int(first['concurrency'])}")
-    words.append(f"adapters {first['num_adapters']} {first['popularity']}, rank-equivalent")
-    words[-1] += f" {number(first.get('rank_equivalent'))}"
+    for column, unit in (("request_rate", "{} requests/s"), ("concurrency", "concurrency {}"),
+                         ("prompt_tokens", "prompts of {} tokens"), ("output_tokens", "outputs of {}"),
+                         ("added_latency_us", "{} µs added to each collective")):  # fmt: skip
+        if column in part and part[column].notna().any():
+            words.append(unit.format(_values(part, column)))
+    words.append(f"adapters {_values(part, 'num_adapters')} {_values(part, 'popularity')}")
+    words.append(f"rank-equivalent {_values(part, 'rank_equivalent')}")
+    modules = sweeps.in_order("target_modules", part["target_modules"]) if "target_modules" in part else []
+    shown = [sweeps.shown("target_modules", value) for value in modules]
+    if shown and shown != [sweeps.MODULE_SETS[sweeps.ALL_MODULES]]:
+        words.append("on " + ", ".join(shown))
     words.append("/".join(sorted(set(part["provenance"]))))
     return ", ".join(words)
+
+
+def _hashes(part: pd.DataFrame) -> str:
+    found = list(dict.fromkeys(str(value)[:8] for value in part["workload_hash"].dropna()))
+    return f"workload {found[0]}" if len(found) == 1 else f"{len(found)} workloads"
+
+
+def _values(part: pd.DataFrame, column: str) -> str:
+    """`8`, `1, 4, 16`, `2 to 32`: the distinct values; `fixed(value=64)` as `64`."""
+    found: list[Any] = list(part[column].dropna().unique()) if column in part else []
+    if len(found) > 3 and all(isinstance(v, int | float | np.number) for v in found):
+        return f"{number(min(found))} to {number(max(found))}"
+    if len(found) > 3:
+        return f"of {len(found)} kinds"
+    return ", ".join(_FIXED.sub(r"\1", number(value)) for value in sorted(found, key=_sortable))
+
+
+_FIXED = re.compile(r"fixed\(value=([^)]*)\)")
+
+
+def _sortable(value: object) -> tuple[float, str]:
+    return (float(value), "") if isinstance(value, int | float | np.number) else (0.0, str(value))
 
 
 def number(value: object) -> str:

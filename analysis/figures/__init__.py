@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,14 +115,15 @@ def draw_all(
             if len(table):
                 with plt.rc_context(style.RC):
                     figure = quality.against_budget(table)
-                done.paths.append(save(figure, folder, "quality", _study("quality", "measured")))
+                said = _study("quality", "measured", results)
+                done.paths.append(save(figure, folder, "quality", said))
                 continue
         elif experiment in ("layer_step", "projection"):
             try:
                 done.paths += _draw_study(experiment, results, folder)
                 continue
             except UserError as error:
-                done.missing.append(f"{experiment}: {error}")
+                done.missing.append(f"{experiment}: {str(error).replace(f'{results}/', '')}")
                 continue
         elif (wanted["experiment"] == experiment).any():
             continue
@@ -145,15 +147,25 @@ def _draw_study(experiment: str, results: Path, folder: Path) -> list[Path]:
     module, kind = (layer_step, "emulated") if experiment == "layer_step" else (projection, "modelled")
     paths = [path for path in module.draw(results, folder) if path.suffix == ".png"]
     for path in paths:
-        write_caption(folder, path.stem, _study(experiment, kind))
+        write_caption(folder, path.stem, _study(experiment, kind, results))
     return paths
 
 
-def _study(experiment: str, kind: str) -> dict[str, object]:
+def _study(experiment: str, kind: str, results: Path) -> dict[str, object]:
+    """The caption of a figure from a study's own tables; their commit stands in `environment.json`, if anywhere."""
+    commits = "not recorded in its rows"
+    caption = f"{experiment}, {kind}"
+    try:
+        git = json.loads((results / experiment / "environment.json").read_text(encoding="utf-8"))["git_start"]
+        commits = f"{git['sha']}{'+changes' if git['dirty'] else ''}"
+        caption += f"; commit {str(git['sha'])[:7]}{'+changes' if git['dirty'] else ''}"
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
     return {
         "experiment": experiment,
+        "caption": caption,
         "command": f"python run.py experiment={experiment}",
         "redraw": "python -m analysis figures",
         "provenance": [kind],
-        "commits": "not recorded in its rows",
+        "commits": commits,
     }

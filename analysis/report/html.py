@@ -66,7 +66,8 @@ def experiment_page(
     if len(part):
         body += ["<h2>Numbers</h2>", *_tables(part), f"<details><summary>Definitions</summary><pre>"
                  f"{escape(tables.definitions())}</pre></details>"]  # fmt: skip
-        body += [_without_result(part, logs), "<h2>Where the numbers come from</h2>", provenance(part)]
+        if "cell" in part:
+            body += [_without_result(part, logs), "<h2>Where the numbers come from</h2>", provenance(part)]
     return page(experiment, "\n".join(filter(None, body)))
 
 
@@ -106,16 +107,7 @@ def _figure(image: Image) -> str:
 
 def _tables(part: pd.DataFrame) -> list[str]:
     if "method" in part:
-        kept = [
-            c
-            for c in ("method", "placement", "rank_equivalent", "seed", "task", "metric", "value")
-            if c in part
-        ]
-        return [
-            grid(
-                [c.replace("_", " ") for c in kept], part[kept].astype(object).fillna("-").to_numpy().tolist()
-            )
-        ]
+        return [_quality(part)]
     table = tables.end_table(part)
     found = []
     for setting, rows in table.groupby("setting", sort=False):
@@ -124,6 +116,22 @@ def _tables(part: pd.DataFrame) -> list[str]:
         found.append(f'<p class="note">{escape(str(setting))}</p>')
         found.append(grid(heads, rows.to_numpy().tolist(), text=("backend", "status")))
     return found
+
+
+def _quality(part: pd.DataFrame) -> str:
+    """Means over seeds of each structure, task and budget."""
+    keys = [k for k in ("task", "metric", "method", "placement", "rank_equivalent") if k in part]
+    counts = [c for c in ("trainable_params",) if c in part]
+    rows = []
+    for _, group in part.groupby(keys, dropna=False, sort=False):
+        first = group.iloc[0]
+        named = [tables.number(first[key]) if pd.notna(first[key]) else "-" for key in keys]
+        sizes = [f"{group[c].mean():,.0f}" for c in counts]
+        rows.append(
+            [*named, *sizes, f"{group['value'].mean():.4g}", f"{group['value'].std():.2g}", len(group)]
+        )
+    heads = [*keys, *counts, "mean", "standard deviation", "seeds"]
+    return grid([h.replace("_", " ") for h in heads], rows, text=("task", "metric", "method", "placement"))
 
 
 def _without_result(part: pd.DataFrame, logs: dict[str, str]) -> str:
@@ -167,9 +175,9 @@ def _claims(rows: list[dict[str, Any]]) -> str:
         where = "; ".join(filter(None, (row["note"], row["setting"]))) or "-"
         ours = f"{claims.shown(row)} {row['unit']}" if row["ours"] is not None else "-"
         cells.append(
-            [row["id"], row["claim"], row["paper"], ours, row["provenance"] or "-", row["verdict"], where]
+            [row["id"], row["claim"], row["verdict"], row["paper"], ours, row["provenance"] or "-", where]
         )
-    heads = ["id", "claim", "paper", "ours [95 % interval]", "provenance", "verdict", "where"]
+    heads = ["id", "claim", "verdict", "paper", "ours [95 % interval]", "provenance", "where"]
     rules = "".join(f"<li>{escape(row['id'])}: {escape(row['rule'])}</li>" for row in rows)
     return (
         grid(heads, cells, text=tuple(heads), wrap=("claim", "where", "ours [95 % interval]"))
@@ -186,7 +194,8 @@ def _overview(frame: pd.DataFrame, experiments: Sequence[str]) -> str:
         done = int((cells["status"] == "complete").sum())
         commits = ", ".join(marks.commits(part)) or "-"
         link = f'<a href="{escape(experiment)}.html">{escape(experiment)}</a>'
-        rows.append([Markup(link), done, len(cells) - done, commits])
+        counts = [done, len(cells) - done] if len(cells) else ["own tables", "-"]
+        rows.append([Markup(link), *counts, commits])
     return grid(["experiment", "complete", "without result", "commits"], rows, text=("experiment", "commits"))
 
 
