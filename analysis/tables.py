@@ -47,10 +47,23 @@ TABLE = (
 )
 
 
+SORTED = (
+    "num_adapters", "rank_equivalent", "added_latency_us", "request_rate", "prompt_tokens", "concurrency", "popularity",
+)  # fmt: skip
+
+
 def settings(frame: pd.DataFrame) -> list[pd.DataFrame]:
-    """The frame split into what may be compared: one part per experiment, model and setting."""
+    """The frame split into what may be compared: one part per experiment, model and setting, in order of size."""
     keys = [key for key in SETTING if key in frame.columns]
-    return [part for _, part in frame.groupby(keys, dropna=False, sort=False)] if len(frame) else []
+    parts = [part for _, part in frame.groupby(keys, dropna=False, sort=False)] if len(frame) else []
+    experiments = list(dict.fromkeys(frame["experiment"])) if len(frame) else []
+
+    def order(part: pd.DataFrame) -> list[tuple[float, str]]:
+        first = part.iloc[0]
+        named = [_sortable(_FIXED.sub(r"\1", number(first.get(column)))) for column in SORTED]
+        return [(float(experiments.index(first["experiment"])), ""), *named]
+
+    return sorted(parts, key=order)
 
 
 def interval(part: pd.DataFrame, column: str) -> stats.Interval:
@@ -137,7 +150,10 @@ _FIXED = re.compile(r"fixed\(value=([^)]*)\)")
 
 
 def _sortable(value: object) -> tuple[float, str]:
-    return (float(value), "") if isinstance(value, int | float | np.number) else (0.0, str(value))
+    try:
+        return float(value), ""  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return 0.0, str(value)
 
 
 def number(value: object) -> str:

@@ -64,8 +64,10 @@ def experiment_page(
     if images:
         body.append('<div class="figures">' + "".join(map(_figure, images)) + "</div>")
     if len(part):
-        body += ["<h2>Numbers</h2>", *_tables(part), f"<details><summary>Definitions</summary><pre>"
-                 f"{escape(tables.definitions())}</pre></details>"]  # fmt: skip
+        body += ["<h2>Numbers</h2>", *_tables(part)]
+        if "method" not in part:
+            said = escape(tables.definitions())
+            body.append(f"<details><summary>Definitions</summary><pre>{said}</pre></details>")
         if "cell" in part:
             body += [_without_result(part, logs), "<h2>Where the numbers come from</h2>", provenance(part)]
     return page(experiment, "\n".join(filter(None, body)))
@@ -120,7 +122,9 @@ def _tables(part: pd.DataFrame) -> list[str]:
 
 def _quality(part: pd.DataFrame) -> str:
     """Means over seeds of each structure, task and budget."""
-    keys = [k for k in ("task", "metric", "method", "placement", "rank_equivalent") if k in part]
+    keys = [
+        k for k in ("task", "metric", "method", "placement", "offset_rule", "rank_equivalent") if k in part
+    ]
     counts = [c for c in ("trainable_params",) if c in part]
     rows = []
     for _, group in part.groupby(keys, dropna=False, sort=False):
@@ -131,7 +135,11 @@ def _quality(part: pd.DataFrame) -> str:
             [*named, *sizes, f"{group['value'].mean():.4g}", f"{group['value'].std():.2g}", len(group)]
         )
     heads = [*keys, *counts, "mean", "standard deviation", "seeds"]
-    return grid([h.replace("_", " ") for h in heads], rows, text=("task", "metric", "method", "placement"))
+    return grid(
+        [h.replace("_", " ") for h in heads],
+        rows,
+        text=("task", "metric", "method", "placement", "offset rule"),
+    )
 
 
 def _without_result(part: pd.DataFrame, logs: dict[str, str]) -> str:
