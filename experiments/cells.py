@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import math
@@ -99,6 +100,12 @@ class CellRun:
         if status != "complete" and self.failure is None:
             self.failure = Failure(status, f"round {index + 1}", reason or "")
 
+    def keep_records(self, source: Any, index: int) -> None:
+        """The requests of a round that failed, where the engine still had them: stored, never measured."""
+        if source is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.frames.append(records_to_frame(read_records(source)).assign(round=index))
+
     def add_costs(self, base: Mapping[int, float], basis: str) -> None:
         """adapter_cost of every round that base has too; `basis` says how close in time the two were."""
         for entry in self.rounds:
@@ -132,12 +139,14 @@ def summarise_cell(run: CellRun, start_state: dict[str, Any]) -> tuple[dict[str,
         "phase": failure.phase if failure else None,
         "traceback": failure.traceback if failure else None,
         "log": LOG_NAME if slot.log.exists() else None,
-        "provenance": "measured",
+        # Real ranks and engines, but an interconnect that is made slower on purpose.
+        "provenance": "measured" if run.cell.added_latency_us is None else "emulated",
         "labels": run.cell.labels,
         "rounds": run.rounds,
         "intervals": {} if failure else intervals(complete),
         "counters": complete[-1]["counters"] if complete else {},
         "gate": slot.gate,
+        "nodes": slot.nodes,
         "engine_start_s": slot.start_s,
         "began": run.began,
         "ended": utc_now(),

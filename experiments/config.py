@@ -27,6 +27,7 @@ INTERLEAVE = ("resident", "restart", "off")
 BASE_REFERENCE = ("stored", "rerun")
 ONLY = ("failed",)
 KINDS = ("serving", "projection", "layer_step")
+MOST_ADDED_US = 100_000.0
 LOGGERS = ("none", "wandb")
 WANDB_MODES = ("auto", "offline", "online")
 
@@ -177,6 +178,7 @@ class EngineConfig:
     kv_cache_gib: float = 0.25
     gpu_memory_utilization: float = 0.9
     distributed_executor: str | None = None
+    added_latency_us: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -343,6 +345,11 @@ def check(config: RunConfig) -> None:
     ):
         if value < least:
             raise UserError(f"{key}={value} is too small: give {least} or more")
+    added = config.engine.added_latency_us
+    if added is not None and not 0.0 <= added <= MOST_ADDED_US:
+        raise UserError(f"engine.added_latency_us={added:g} must lie between 0 and {MOST_ADDED_US:g}")
+    if added is not None and config.tp < 2:
+        raise UserError(f"engine.added_latency_us={added:g} needs collectives to add to: give tp=2 or more")
     if not 0.0 <= config.workload.base_fraction <= 1.0:
         raise UserError(f"workload.base_fraction={config.workload.base_fraction} must lie between 0 and 1")
     if not config.adapters.target_modules:

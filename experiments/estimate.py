@@ -39,9 +39,9 @@ def dry_run_lines(plan: Plan, store: Store, config: RunConfig) -> list[str]:
     lines, seconds, cells, starts = [], 0.0, 0, 0
     for point in plan.points:
         wanted: set[str] = set()
-        for workload in point.workloads:
+        for case in point.cases:
             for group in point.groups:
-                for cell in (c for c in group.cells if c.workload_hash == workload):
+                for cell in (c for c in group.cells if c.case == case):
                     status, _ = _status(cell, store)
                     run = _would_run(status, config)
                     part = estimate_cell(cell, store, config, work_of(plan, cell)) if run else 0.0
@@ -60,10 +60,11 @@ def describe(cell: Cell) -> str:
     """What sets a cell apart, in words."""
     labels = cell.labels
     rate = f" rate={labels['request_rate']:g}/s" if labels["request_rate"] is not None else ""
+    added = f" +{cell.added_latency_us:g}us" if cell.added_latency_us is not None else ""
     loop = f" concurrency={labels['concurrency']}" if labels["concurrency"] is not None else ""
     return (
         f"{cell.variant} tp={labels['tp']} {labels['model']} {labels['dtype']} "
-        f"workload={cell.workload_hash[:8]} {labels['popularity']}{rate}{loop} "
+        f"workload={cell.workload_hash[:8]} {labels['popularity']}{rate}{loop}{added} "
         f"adapters={labels['num_adapters']} r={labels['rank_equivalent']}"
     )
 

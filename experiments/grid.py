@@ -5,7 +5,8 @@ one (backend, kernels, model, tp, dtype, adapters, engine options). A point is t
 in the backend alone: they are run side by side and compared.
 
 Order: points as the grid spells them (the last key varies fastest), in a point the workloads as the grid
-spells them, for each workload the backends in their fixed order.
+spells them, for each workload (and latency added to its collectives) the backends in their
+fixed order.
 """
 
 from __future__ import annotations
@@ -71,6 +72,17 @@ class Cell:
     def workload_hash(self) -> str:
         return str(self.identity["workload"]["hash"])
 
+    @property
+    def added_latency_us(self) -> float | None:
+        """Latency added to every collective, None where the engine runs as it is."""
+        return self.identity["engine"].get("added_latency_us")
+
+    @property
+    def case(self) -> str:
+        """What sets the cell apart from others on its engine: the workload, and an added latency."""
+        added = self.added_latency_us
+        return self.workload_hash if added is None else f"{self.workload_hash}+{added:g}us"
+
 
 @dataclass(frozen=True)
 class EngineGroup:
@@ -92,11 +104,11 @@ class EngineGroup:
 
 @dataclass(frozen=True)
 class Point:
-    """Engine groups compared with each other, and their workloads in order."""
+    """Engine groups compared with each other, and the cases (see `Cell.case`) of their cells in order."""
 
     key: str
     groups: tuple[EngineGroup, ...]
-    workloads: tuple[str, ...]
+    cases: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -111,10 +123,10 @@ class Plan:
         return [
             cell
             for point in self.points
-            for workload in point.workloads
+            for case in point.cases
             for group in point.groups
             for cell in group.cells
-            if cell.workload_hash == workload
+            if cell.case == case
         ]
 
 
@@ -162,12 +174,13 @@ def expand(
             if cell.hash in seen:
                 continue
             seen.add(cell.hash)
+            engine = start_identity(engine)
             point_key = canonical_hash({k: v for k, v in engine.items() if k not in _BACKEND_KEYS})
             engine_key = canonical_hash(engine)
             engines.setdefault(engine_key, (engine, one))
             groups.setdefault(point_key, {}).setdefault(engine_key, []).append(cell)
-            if workload.hash not in order.setdefault(point_key, []):
-                order[point_key].append(workload.hash)
+            if cell.case not in order.setdefault(point_key, []):
+                order[point_key].append(cell.case)
     points = [
         Point(
             key=point_key,
@@ -175,7 +188,7 @@ def expand(
                 EngineGroup(engines[key][0], key, tuple(cells), engines[key][1])
                 for key, cells in members.items()
             ),
-            workloads=tuple(order[point_key]),
+            cases=tuple(order[point_key]),
         )
         for point_key, members in groups.items()
     ]
@@ -337,6 +350,12 @@ def engine_identity(config: RunConfig, device: str) -> dict[str, Any]:
     }
 
 
+def start_identity(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's identity without what changes while it runs, so that one start serves all of its values."""
+    settings = {key: value for key, value in engine["engine"].items() if key != "added_latency_us"}
+    return {**engine, "engine": settings}
+
+
 def model_identity(spec: models.ModelSpec) -> dict[str, Any]:
     """The model without where it lies; a folder on disk is known by its files' names and sizes."""
     identity = dataclasses.asdict(spec)
@@ -379,6 +398,7 @@ def labels(identity: dict[str, Any]) -> dict[str, Any]:
         "prompt_tokens": section_name(spec.get("prompt_tokens")),
         "output_tokens": section_name(spec.get("output_tokens")),
         "num_requests": spec.get("num_requests"),
+        "added_latency_us": identity["engine"].get("added_latency_us"),
         "wrong_by_design": backends_module.wrong_by_design(identity["backend"], identity["options"]),
         "setting": canonical_hash({k: v for k, v in identity.items() if k not in (*_BACKEND_KEYS, "tp")})[:8],
     }

@@ -43,6 +43,10 @@ class Engine(Protocol):
         ...
 
     def counters(self) -> dict[str, Any]: ...
+    def add_latency(self, microseconds: float) -> None:
+        """Every collective waits so long from now on; asked only of cells that add latency, 0 included."""
+        ...
+
     def park(self) -> None:
         """Takes all processor time from the engine until `resume`."""
         ...
@@ -69,6 +73,8 @@ class Slot:
     failure: Failure | None = None
     crashes: int = 0
     start_s: float | None = None
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+    """The other machines of the engine, where it spans several."""
 
 
 @dataclass
@@ -148,7 +154,7 @@ class Runner:
         if not any(slot.pending for slot in self._slots):
             return
         self._add_base_reference(point, logs)
-        workloads = [w for w in point.workloads if any(w in slot.pending for slot in self._slots)]
+        cases = [c for c in point.cases if any(c in slot.pending for slot in self._slots)]
         mode = {"resident": self._resident, "restart": self._restart, "off": self._one_by_one}
         self.interleave = self.measure.interleave
         if self.interleave == "resident" and len(self._slots) > 1:
@@ -157,7 +163,7 @@ class Runner:
                 self.interleave = "restart"
                 self.console.note(f"{reason}, so each round starts its engines anew (interleave=restart)")
         try:
-            mode[self.interleave](workloads)
+            mode[self.interleave](cases)
         finally:
             with self._signals.shielded():
                 self._stop_all()
@@ -178,7 +184,7 @@ class Runner:
                 claim.release()
                 continue
             self._claims[cell.name] = claim
-            pending[cell.workload_hash] = cell
+            pending[cell.case] = cell
         return Slot(group, logs / f"{group.key[:16]}.log", pending) if pending else None
 
     def _add_base_reference(self, point: Point, logs: Path) -> None:
@@ -189,18 +195,18 @@ class Runner:
             return
         for group in point.groups:
             if group.backend == "base":
-                wanted = {w for slot in self._slots for w in slot.pending}
-                cells = {cell.workload_hash: cell for cell in group.cells if cell.workload_hash in wanted}
+                wanted = {case for slot in self._slots for case in slot.pending}
+                cells = {cell.case: cell for cell in group.cells if cell.case in wanted}
                 self._slots.insert(0, Slot(group, logs / f"{group.key[:16]}.log", cells, recorded=False))
 
     # Schedules: who runs when.
 
-    def _resident(self, workloads: Sequence[str]) -> None:
+    def _resident(self, cases: Sequence[str]) -> None:
         """All engines up at once, parked while another is measured; rounds rotate through them."""
         for slot in self._slots:
             self._ensure(slot)
-        for workload in workloads:
-            runs = [CellRun(slot, slot.pending[workload]) for slot in self._slots if workload in slot.pending]
+        for case in cases:
+            runs = [CellRun(slot, slot.pending[case]) for slot in self._slots if case in slot.pending]
             for run in runs:
                 self._warm(run)
             for index in range(self.measure.rounds):
@@ -208,13 +214,13 @@ class Runner:
                     self._round(run, index, position)
             self._finish(runs)
 
-    def _restart(self, workloads: Sequence[str]) -> None:
+    def _restart(self, cases: Sequence[str]) -> None:
         """A fresh engine for each backend and round, where memory does not hold all of them."""
         runs = [
-            CellRun(slot, slot.pending[workload])
+            CellRun(slot, slot.pending[case])
             for slot in self._slots
-            for workload in workloads
-            if workload in slot.pending
+            for case in cases
+            if case in slot.pending
         ]
         for index in range(self.measure.rounds):
             for position, slot in enumerate(rotated(self._slots, index)):
@@ -223,17 +229,17 @@ class Runner:
                         self._warm(run)
                         self._round(run, index, position)
                 self._stop(slot)
-        for workload in workloads:
-            self._finish([run for run in runs if run.cell.workload_hash == workload])
+        for case in cases:
+            self._finish([run for run in runs if run.cell.case == case])
 
-    def _one_by_one(self, workloads: Sequence[str]) -> None:
+    def _one_by_one(self, cases: Sequence[str]) -> None:
         """One backend after the other, all its rounds together; base comes first."""
         finished: list[CellRun] = []
         for slot in self._slots:
-            for workload in workloads:
-                if workload not in slot.pending:
+            for case in cases:
+                if case not in slot.pending:
                     continue
-                run = CellRun(slot, slot.pending[workload])
+                run = CellRun(slot, slot.pending[case])
                 self._warm(run)
                 for index in range(self.measure.rounds):
                     self._round(run, index, 0)
@@ -255,6 +261,7 @@ class Runner:
             slot.engine = self.factory(slot.group, slot.log)
             slot.engine.start(self.measure.start_timeout_s)
             slot.start_s = time.perf_counter() - began
+            slot.nodes = getattr(slot.engine, "nodes", [])
             if self.measure.gate.enabled and slot.gate is None:
                 self.console.phase(slot.group.variant, "gate")
                 slot.gate = slot.engine.gate(
@@ -289,7 +296,11 @@ class Runner:
         }
 
         def measure(engine: Engine, paths: tuple[Path, Path]) -> None:
-            result = engine.run(paths[0], options)
+            try:
+                result = engine.run(paths[0], options)
+            except Exception as error:
+                run.keep_records(getattr(error, "records", None), index)
+                raise
             workload = self.plan.workloads[run.cell.workload_hash]
             run.add_round(result, index, position, self.session, workload, self.measure)
 
@@ -309,6 +320,8 @@ class Runner:
         try:
             if self._parks:
                 slot.engine.resume()
+            if (added := run.cell.added_latency_us) is not None:
+                slot.engine.add_latency(added)
             action(slot.engine, self.workload_paths(run.cell.workload_hash))
             self._park(slot)
         except Exception as error:
@@ -317,14 +330,14 @@ class Runner:
             self._stop(slot)
 
     def _finish(self, runs: list[CellRun], reference: list[CellRun] | None = None) -> None:
-        """Stores the cells of one workload; ratios to base are formed here, round by round."""
+        """Stores the cells of one case; ratios to base are formed here, round by round."""
         bases = [run for run in reference or runs if run.slot.group.backend == "base"]
         for run in runs:
             if run.failure is None:
                 run.slot.crashes = 0
             if not run.slot.recorded:
                 continue
-            own = [b for b in bases if b.cell.workload_hash == run.cell.workload_hash and b.failure is None]
+            own = [b for b in bases if b.cell.case == run.cell.case and b.failure is None]
             stored = None if own else self._stored_base(run.cell)
             basis = "same_round" if self.measure.interleave != "off" else "not_interleaved"
             run.add_costs(base_throughput(own[0].rounds) if own else {}, basis)
@@ -345,7 +358,7 @@ class Runner:
             cells = [c for group in point.groups for c in group.cells]
             if cell in cells:
                 for other in cells:
-                    if other.backend == "base" and other.workload_hash == cell.workload_hash:
+                    if other.backend == "base" and other.case == cell.case:
                         summary = self.store.summary(other.name, other.hash)
                         return summary if summary and summary["status"] == "complete" else None
         return None

@@ -18,12 +18,14 @@ from typing import Any
 
 from experiments.adapters import adapter_name
 from experiments.engine.gate import PROMPT_TOKENS, TOLERANCE, GateRequest, compare
+from experiments.engine.latency import slope_of_steps
 from experiments.engine.setup import EngineSetup
 from experiments.measure.types import TokenEvent
 from tessa.vllm.lifetime import die_with_parent
 
 COUNTED_STEPS = 8
 COUNTED_REQUESTS = 8
+CHECKED_STEPS, CHECKS = 12, 2
 HEARTBEAT_S = 30.0
 
 
@@ -80,6 +82,7 @@ class Server:
         self.setup = setup
         self.engine: Any = None
         self.client: VllmClient | None = None
+        self.added_us: float | None = None
 
     async def start(self) -> dict[str, Any]:
         import vllm
@@ -176,13 +179,18 @@ class Server:
         """Run a workload once and write one record per request to ``records``."""
         from experiments.measure.types import records_to_frame
 
+        if self.added_us is not None:  # counts begin anew
+            await self.engine.collective_rpc("tessa_add_latency", args=(self.added_us,))
         result = await self._run(workload, options)
+        counted = await self._latency_counts() if self.added_us is not None else None
         records_to_frame(result.records).to_parquet(records)
         return {
             "wall_s": result.wall_s,
             "status": result.status,
             "reason": result.reason,
             "mode": result.mode,
+            "engine_steps": counted["steps"] if counted else None,
+            "engine_collectives": counted["collectives"] if counted else None,
         }
 
     async def _run(self, workload: str, options: Mapping[str, Any]) -> Any:
@@ -204,30 +212,11 @@ class Server:
 
     async def counters(self) -> dict[str, Any]:
         """Counts of a decode step of `COUNTED_REQUESTS` tokens, from untimed steps (see `tessa.vllm.worker`)."""
-        from vllm import SamplingParams
-
-        assert self.client is not None
-        client = self.client
-        client.next_run()
-        slots = min(len(client.requests), self.setup.engine_args.get("max_loras", 0))
-        # The same number of requests for every backend, over as many adapters as are resident.
-        adapters = [i % slots if slots else None for i in range(COUNTED_REQUESTS)]
-        params = SamplingParams(max_tokens=COUNTED_STEPS, ignore_eos=True, temperature=0.0, detokenize=False)
-
-        async def one(i: int, adapter: int | None) -> None:
-            async for _ in self.engine.generate(
-                {"prompt_token_ids": [7 + i] * PROMPT_TOKENS},
-                params,
-                client.engine_id(i),
-                lora_request=client.lora(adapter),
-            ):
-                pass
-
         await self.engine.collective_rpc("tessa_start_counting")
-        await asyncio.gather(*(one(i, a) for i, a in enumerate(adapters)))
+        await self._decode(COUNTED_STEPS)
         ranks = await self.engine.collective_rpc("tessa_stop_counting")
         # A decode step has one token per request; the prefill steps before it are left out.
-        steps = [s for s in ranks[0]["steps"] if s["tokens"] == len(adapters)] or ranks[0]["steps"][-1:]
+        steps = [s for s in ranks[0]["steps"] if s["tokens"] == COUNTED_REQUESTS] or ranks[0]["steps"][-1:]
         last = steps[-1]
         return {
             "collectives_per_step": last["collectives"],
@@ -239,6 +228,47 @@ class Server:
             "adapter_bytes_per_rank": max(rank["adapter_bytes"] for rank in ranks),
             "counted_tokens_per_step": last["tokens"],
         }
+
+    async def add_latency(self, microseconds: float, check: bool) -> dict[str, Any]:
+        """Every collective waits so long from now on. `check`: also what that does to a decode step.
+
+        The same batch decodes without and with the wait, in the order 0, us, us, 0, so that a drift of the machine's
+        speed cancels (see `experiments.engine.latency`).
+        """
+        seen: dict[float, list[dict[str, Any]]] = {}
+        for added in (0.0, microseconds, microseconds, 0.0) * CHECKS if check else ():
+            await self.engine.collective_rpc("tessa_add_latency", args=(added,))
+            await self._decode(CHECKED_STEPS)
+            seen.setdefault(added, []).append(await self._latency_counts())
+        await self.engine.collective_rpc("tessa_add_latency", args=(microseconds,))
+        self.added_us = microseconds
+        return slope_of_steps(seen, COUNTED_REQUESTS) if check else {}
+
+    async def _latency_counts(self) -> dict[str, Any]:
+        return (await self.engine.collective_rpc("tessa_latency_counts"))[0]
+
+    async def _decode(self, tokens: int) -> None:
+        """`COUNTED_REQUESTS` requests of so many output tokens, the same for every backend."""
+        from vllm import SamplingParams
+
+        assert self.client is not None
+        client = self.client
+        client.next_run()
+        slots = min(len(client.requests), self.setup.engine_args.get("max_loras", 0))
+        # Over as many adapters as are resident.
+        adapters = [i % slots if slots else None for i in range(COUNTED_REQUESTS)]
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+
+        async def one(i: int, adapter: int | None) -> None:
+            async for _ in self.engine.generate(
+                {"prompt_token_ids": [7 + i] * PROMPT_TOKENS},
+                params,
+                client.engine_id(i),
+                lora_request=client.lora(adapter),
+            ):
+                pass
+
+        await asyncio.gather(*(one(i, a) for i, a in enumerate(adapters)))
 
     async def rpc(self, method: str, arguments: list[Any]) -> dict[str, Any]:
         """Call a method of `tessa.vllm.worker.WorkerExtension` on every rank."""

@@ -49,6 +49,11 @@ def check_groups(groups: Iterable[Any]) -> None:
     for group in groups:
         spec = get_backend(group.backend)
         if spec.external:
+            if any(cell.added_latency_us is not None for cell in group.cells):
+                raise UserError(
+                    f"backend '{spec.name}' runs outside of this project's engine, so no latency can be added to its "
+                    "collectives; leave it out of experiment=interconnect"
+                )
             engine_class(spec).check(group)
 
 

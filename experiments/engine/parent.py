@@ -63,6 +63,8 @@ class EngineProcess:
         self._runs = 0
         self._members: set[psutil.Process] = set()
         self._counters: dict[str, Any] | None = None
+        self._latency: dict[float, dict[str, Any]] = {}
+        self._added_us: float | None = None
         self.started: dict[str, Any] = {}
 
     def command(self) -> list[str]:
@@ -109,7 +111,19 @@ class EngineProcess:
             raise EngineError(kind, f"the load {result['status']}: {result['reason']}", self.log_path)
         if self._counters is None:
             self._counters = self.counters()
-        return {**result, "records": records, "counters": self._counters}
+        counters = dict(self._counters)
+        if self._added_us is not None:
+            counted = {name: result[name] for name in ("engine_steps", "engine_collectives")}
+            counters |= {**self._latency[self._added_us], **counted}
+        return {**result, "records": records, "counters": counters}
+
+    def add_latency(self, microseconds: float) -> None:
+        """Let every collective wait so long from now on; the first time also see what that does to a step."""
+        check = microseconds not in self._latency
+        found = self._call("add_latency", microseconds=microseconds, check=check)
+        if check:
+            self._latency[microseconds] = found
+        self._added_us = microseconds
 
     def counters(self) -> dict[str, Any]:
         counted = self._call("counters")

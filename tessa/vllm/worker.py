@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessa.ops import compiled
+from tessa.vllm.latency import COLLECTIVES, attach
 
 GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "onednn_mm", "matmul")
 COMPILED = ("add_combined", "dot_rows", "segmented_in", "segmented_out")
@@ -72,7 +73,7 @@ class Counting:
 
         group = get_tp_group()
         if group.device_communicator is not None and group.world_size > 1:
-            for name in ("all_reduce", "all_gather", "reduce_scatter", "gather"):
+            for name in COLLECTIVES:
                 self._replace(
                     group.device_communicator, name, lambda original, name=name: self._counted(original, name)
                 )
@@ -180,6 +181,17 @@ class WorkerExtension:
             products: Any = getattr(layer, "products", None)
             if hasattr(products, "schedule"):
                 products.schedule = replace(products.schedule, mode=mode)
+
+    def tessa_add_latency(self, microseconds: float) -> None:
+        """Let every collective wait so long from now on (see `tessa.vllm.latency`) and count them anew."""
+        if not hasattr(self, "tessa_latency"):
+            eager = self.vllm_config.model_config.enforce_eager  # type: ignore[attr-defined]
+            self.tessa_latency = attach(self.model_runner.get_model(), eager)  # type: ignore[attr-defined]
+        self.tessa_latency.set(microseconds)
+
+    def tessa_latency_counts(self) -> dict[str, Any]:
+        """Forward passes and collectives since the latency was last set."""
+        return self.tessa_latency.counts()
 
     def tessa_start_counting(self) -> None:
         self.tessa_counting = Counting(self.model_runner.get_model())  # type: ignore[attr-defined]

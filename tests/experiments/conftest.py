@@ -39,6 +39,7 @@ class Fleet:
         self.script: dict[tuple[str, str], Callable[[FakeEngine], Any]] = {}
         self.gates: dict[str, dict[str, Any]] = {}
         self.paths: dict[str, set[str]] = {}
+        self.added: dict[str, float] = {}
         self.speeds = dict(SPEEDS)
 
     def __call__(self, group: Any, log: Path) -> FakeEngine:
@@ -84,6 +85,7 @@ class FakeEngine:
         self._do("run")
         self.fleet.paths.setdefault(self.backend, set()).add(str(workload_path))
         step, now, rows = 1.0 / self.fleet.speeds[self.backend], 0.0, []
+        step += 2.0 * self.fleet.added.get(self.backend, 0.0) * 1e-6
         for request in Workload.load(workload_path).requests:
             times = [now + step * (i + 1) for i in range(request.output_tokens)]
             now = times[-1]
@@ -103,6 +105,11 @@ class FakeEngine:
                 )
             )
         return {"records": rows, "wall_s": now, "counters": {"collectives_per_step": 2.0}}
+
+    def add_latency(self, microseconds: float) -> None:
+        assert not self.parked
+        self.fleet.added[self.backend] = microseconds
+        self._do(f"add {microseconds:g}us")
 
     def counters(self) -> dict[str, Any]:
         return {}

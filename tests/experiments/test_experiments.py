@@ -106,7 +106,7 @@ def run(
         assert sorted(frame["repeat"]) == sorted([0, 1] * cells), shown
         for column in ("requests_per_s", "output_tokens_per_s", "ttft_s_p50", "tpot_s_p50", "e2e_s_p99"):
             assert (frame[column] > 0).all(), column
-        assert (frame["provenance"] == "measured").all()
+        assert (frame["provenance"] == ("emulated" if name == "interconnect" else "measured")).all()
         return frame
 
     return execute
@@ -164,3 +164,21 @@ def test_breakdown(run: Callable[..., pd.DataFrame]) -> None:
     layers = 2
     assert collectives["slora:communication=off"] == 1 + 2 * layers
     assert collectives["slora:compute=off"] == 1 + 2 * layers + 4 * layers
+
+
+def test_interconnect(run: Callable[..., pd.DataFrame]) -> None:
+    """A decode step gets longer by the added latency times its collectives; the engines are those of `breakdown`."""
+    variants = ("slora:communication=off", "slora:compute=off")
+    chosen = ",".join(f"'{variant}'" for variant in variants)
+    frame = run("interconnect", f"backends=[{chosen}]", "engine.enforce_eager=null", cells=4)
+    assert sorted(frame["added_latency_us"].unique()) == [0, 2000]
+    layers = 2
+    # The sampler's gather of logits is a collective of the step too, outside of the model's forward.
+    expected = dict(zip(variants, (2 + 2 * layers, 2 + 6 * layers), strict=True))
+    for variant, rows in frame.groupby("variant"):
+        assert (rows["step_collectives"] == expected[str(variant)]).all()
+        assert (rows["engine_collectives"] == expected[str(variant)] * rows["engine_steps"]).all()
+        slope = rows.loc[rows["added_latency_us"] == 2000, "latency_slope"].iloc[0]
+        assert slope / expected[str(variant)] == pytest.approx(1, abs=0.35)
+    slow = frame[frame["added_latency_us"] == 2000].groupby("variant")["tpot_s_p50"].mean()
+    assert slow[variants[1]] > slow[variants[0]]

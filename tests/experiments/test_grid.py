@@ -44,6 +44,33 @@ def test_settings_of_the_engine_make_new_points(plan):
     assert len(made.workloads) == 1
 
 
+def test_one_engine_start_serves_all_added_latencies(plan):
+    made = plan(
+        "tp=2", backends=["base", "slora"], workload__seed=[1, 2], engine__added_latency_us=[0, 50, 2000]
+    )
+    (point,) = made.points
+    assert [len(group.cells) for group in point.groups] == [6, 6]
+    assert len(made.workloads) == 2
+    assert len({cell.hash for cell in made.cells}) == 12
+    assert [cell.added_latency_us for cell in made.cells][:6] == [0, 0, 50, 50, 2000, 2000]
+    assert [cell.backend for cell in made.cells][:4] == ["base", "slora"] * 2
+    assert {cell.labels["added_latency_us"] for cell in made.cells} == {0, 50, 2000}
+    plain = plan("tp=2", backends=["base"]).points[0].groups[0]
+    assert plain.key == point.groups[0].key
+    assert plain.cells[0].added_latency_us is None
+
+
+@pytest.mark.parametrize("override", ["engine.added_latency_us=-1", "engine.added_latency_us=1e9"])
+def test_an_added_latency_has_limits(plan, override):
+    with pytest.raises(UserError, match="must lie between"):
+        plan("tp=2", override)
+
+
+def test_an_added_latency_needs_collectives(plan):
+    with pytest.raises(UserError, match="tp=2 or more"):
+        plan("tp=1", "engine.added_latency_us=10")
+
+
 @pytest.mark.parametrize(
     "override",
     [

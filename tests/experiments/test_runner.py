@@ -46,6 +46,31 @@ def test_numbers_are_those_of_the_scripted_engine(fleet, tiny_run, tmp_path):
     assert (frame["collectives_per_step"] == 2.0).all()
 
 
+def test_added_latencies_share_one_engine_start_and_one_base(fleet, composed, tmp_path):
+    """The latency is set before every run, ratios to base stay within one latency, and the rows say `emulated`."""
+    chosen = (
+        "backends=[base,slora]",
+        "grid.engine.added_latency_us=[0,500,2000]",
+        "measure.caps.grid_values=3",
+    )
+    config = composed(
+        "experiment=interconnect", "model=tiny", "measure=smoke", "allow_sha_change=true", *chosen
+    )
+    assert cli.execute(config, factory=fleet) == 0
+    assert fleet.count("base", "start") == fleet.count("slora", "start") == 1
+    frame = frame_of(tmp_path)
+    assert (frame["provenance"] == "emulated").all()
+    assert sorted(frame["added_latency_us"].unique()) == [0, 500, 2000]
+    for (backend, added), rows in frame.groupby(["backend", "added_latency_us"]):
+        speed = 1 / (1 / fleet.speeds[backend] + 2 * added * 1e-6)
+        assert rows["output_tokens_per_s"].to_numpy() == pytest.approx(speed)
+        base = 1 / (1 / fleet.speeds["base"] + 2 * added * 1e-6)
+        assert rows["adapter_cost"].to_numpy() == pytest.approx(1 - speed / base)
+    assert fleet.count("slora", "add 500us") == 3  # the warm-up and two rounds
+    assert cli.execute(config, factory=fleet) == 0
+    assert fleet.count("slora", "start") == 1
+
+
 def test_rounds_rotate_and_only_the_measured_engine_runs(fleet, tiny_run):
     cli.execute(tiny_run("measure.rounds=3", "backends=[base,slora,tessa]"), factory=fleet)
     order = [backend for backend, step in fleet.calls if step == "run"]

@@ -1,0 +1,105 @@
+"""A latency added to collectives: every one waits once, and forward passes are marked."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tessa.errors import UserError
+from tessa.vllm import latency
+
+
+class Communicator:
+    """Collectives that note their name; `gather` is made of an all-gather."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append("all_reduce")
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        self.calls.append("all_gather")
+        return torch.cat([x, x], dim)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        self.calls.append("reduce_scatter")
+        return x
+
+    def gather(self, x: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor:
+        self.calls.append("gather")
+        return self.all_gather(x, dim)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self.communicator = communicator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.communicator.all_reduce(self.communicator.all_reduce(x))
+
+
+@pytest.fixture
+def parts() -> tuple[latency.AddedLatency, Communicator, Model, list[float]]:
+    communicator, waits = Communicator(), []
+    model = Model(communicator)
+    added = latency.AddedLatency(model, communicator, wait=lambda tensor, seconds: waits.append(seconds))
+    return added, communicator, model, waits
+
+
+def test_every_collective_waits_once_and_still_does_its_work(parts):
+    added, communicator, _, waits = parts
+    added.set(150)
+    x = torch.ones(2, 3)
+    assert communicator.all_reduce(x) is x
+    assert communicator.all_gather(x, 0).shape == (4, 3)
+    assert communicator.reduce_scatter(x) is x
+    assert communicator.calls == ["all_reduce", "all_gather", "reduce_scatter"]
+    assert waits == [pytest.approx(150e-6)] * 3
+    assert added.counts()["collectives"] == 3
+
+
+def test_a_collective_made_of_another_one_waits_once(parts):
+    added, communicator, _, waits = parts
+    added.set(10)
+    communicator.gather(torch.ones(2, 2))
+    assert communicator.calls == ["gather", "all_gather"]
+    assert len(waits) == added.collectives == 1
+
+
+def test_marks_hold_tokens_and_the_collectives_of_earlier_passes(parts):
+    added, communicator, model, _ = parts
+    added.set(0)
+    for tokens in (7, 2, 2):
+        model(torch.ones(tokens))
+        communicator.gather(torch.ones(1, 1))
+    counts = added.counts()
+    assert counts["steps"] == 3
+    assert [(tokens, before) for _, tokens, before in counts["marks"]] == [(7, 0), (2, 3), (2, 6)]
+    starts = [start for start, _, _ in counts["marks"]]
+    assert starts == sorted(starts)
+    added.set(5)
+    assert added.counts() == {"steps": 0, "collectives": 0, "marks": []}
+
+
+def test_a_failing_collective_does_not_silence_the_next(parts):
+    added, communicator, _, waits = parts
+    with pytest.raises(TypeError):
+        communicator.all_reduce(torch.ones(1), 1, 2, 3)
+    communicator.all_reduce(torch.ones(1))
+    assert len(waits) == added.collectives == 2
+
+
+def test_the_wait_lasts_as_long_as_asked():
+    began = time.perf_counter()
+    latency.wait_for(torch.ones(1), 2e-3)
+    assert time.perf_counter() - began >= 2e-3
+
+
+def test_captured_graphs_are_refused():
+    with pytest.raises(UserError, match="enforce_eager"):
+        latency.attach(torch.nn.Linear(1, 1), enforce_eager=False)
