@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from baselines import get_backend
 from experiments import config as schema
 from experiments import models, provenance, studies
 from experiments.backends import known_backends
@@ -44,7 +46,9 @@ def plan_run(config: RunConfig, device: str | None = None) -> Plan:
     model = models.load_spec(config.model)
     models.check_parallel(model, config.tp)
     build = functools.partial(workload_spec.build, vocab_size=model.vocab_size)
-    plan = expand(config, known_backends(), device or provenance.device(), build)
+    device = device or provenance.device()
+    check_executor(config, device)
+    plan = expand(config, known_backends(), device, build)
     longest = config.engine.max_model_len or model.max_model_len
     for workload in plan.workloads.values():
         assert isinstance(workload, Workload)
@@ -56,6 +60,19 @@ def plan_run(config: RunConfig, device: str | None = None) -> Plan:
                 f"model's {model.architecture.get('max_position_embeddings', longest)}."
             )
     return plan
+
+
+def check_executor(config: RunConfig, device: str) -> None:
+    """Whether the engines can be spread as the configuration says. Raises UserError."""
+    if config.engine.distributed_executor == "ray" and device == "cpu":
+        raise UserError(
+            "engine.distributed_executor=ray needs GPUs: vLLM says 'current platform cpu does not support ray'. "
+            "On the CPU, engine.nnodes=N spreads an engine over machines."
+        )
+    if config.engine.distributed_executor == "ray" and importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "engine.distributed_executor=ray needs Ray in this environment: pip install 'ray[default]'"
+        )
 
 
 def warm_up(workload: Workload, vocab_size: int, num_adapters: int) -> Workload:
@@ -117,9 +134,14 @@ def check_external(plan: Plan, wanted: Callable[[Cell], bool]) -> None:
     """Raises UserError where a backend outside of vLLM is to run and cannot, before any engine starts."""
     from experiments.engine.external import check_groups
 
-    check_groups(
-        group for point in plan.points for group in point.groups if any(wanted(cell) for cell in group.cells)
-    )
+    groups = [g for point in plan.points for g in point.groups if any(wanted(cell) for cell in g.cells)]
+    for group in groups:
+        if (group.config.engine.nnodes or 1) > 1 and get_backend(group.backend).external:
+            raise UserError(
+                f"engine.nnodes={group.config.engine.nnodes} is for the engines that this project starts; backend "
+                f"{group.backend!r} is a server of its own. Leave engine.nnodes out."
+            )
+    check_groups(groups)
 
 
 def factory_of_tests(results: Path) -> EngineFactory | None:

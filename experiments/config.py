@@ -28,6 +28,7 @@ BASE_REFERENCE = ("stored", "rerun")
 ONLY = ("failed",)
 KINDS = ("serving", "projection", "layer_step")
 MOST_ADDED_US = 100_000.0
+EXECUTORS = ("mp", "ray")
 LOGGERS = ("none", "wandb")
 WANDB_MODES = ("auto", "offline", "online")
 
@@ -178,6 +179,9 @@ class EngineConfig:
     kv_cache_gib: float = 0.25
     gpu_memory_utilization: float = 0.9
     distributed_executor: str | None = None
+    nnodes: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
     added_latency_us: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -254,8 +258,15 @@ SCHEMAS: dict[str, type] = {
 }
 
 
+def _per_node(ranks: int, nodes: int | None) -> int:
+    """Ranks of an engine on each of its machines, rounded up; `check_nodes` refuses what does not divide."""
+    return -(-int(ranks) // int(nodes or 1))
+
+
 def register() -> None:
-    """Registers the schemas with Hydra; must run before a config is composed. Running twice is harmless."""
+    """Registers the schemas with Hydra, and `${per_node:ranks,nodes}`; must run before a config is composed.
+    Running twice is harmless."""
+    OmegaConf.register_new_resolver("per_node", _per_node, replace=True)
     store = ConfigStore.instance()
     for group, node in SCHEMAS.items():
         store.store(group=group, name="schema", node=node)
@@ -350,6 +361,7 @@ def check(config: RunConfig) -> None:
         raise UserError(f"engine.added_latency_us={added:g} must lie between 0 and {MOST_ADDED_US:g}")
     if added is not None and config.tp < 2:
         raise UserError(f"engine.added_latency_us={added:g} needs collectives to add to: give tp=2 or more")
+    check_nodes(config)
     if not 0.0 <= config.workload.base_fraction <= 1.0:
         raise UserError(f"workload.base_fraction={config.workload.base_fraction} must lie between 0 and 1")
     if not config.adapters.target_modules:
@@ -359,4 +371,21 @@ def check(config: RunConfig) -> None:
     if config.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", config.name):
         raise UserError(
             f"experiment name {config.name!r} cannot be a folder name: use letters, digits, '_', '-', '.'"
+        )
+
+
+def check_nodes(config: RunConfig) -> None:
+    """How the ranks are spread over machines. Raises UserError."""
+    nodes = config.engine.nnodes if config.engine.nnodes is not None else 1
+    ranks = config.tp * int(config.engine.extra.get("pipeline_parallel_size", 1))
+    if config.engine.distributed_executor is not None:
+        one_of("engine.distributed_executor", config.engine.distributed_executor, EXECUTORS)
+    if nodes < 1 or ranks % nodes:
+        raise UserError(
+            f"engine.nnodes={nodes} must divide the {ranks} ranks of tp={config.tp}: every machine runs as many"
+        )
+    if nodes > 1 and config.engine.distributed_executor == "ray":
+        raise UserError(
+            f"engine.nnodes={nodes} and engine.distributed_executor=ray exclude each other: Ray spreads the "
+            "ranks over its own cluster. Leave one of them out."
         )

@@ -25,7 +25,7 @@ from baselines import REGISTRY, get_backend
 from experiments import backends as backends_module
 from experiments import config as schema
 from experiments import models
-from experiments.config import BackendConfig, RunConfig
+from experiments.config import BackendConfig, EngineConfig, RunConfig
 from tessa.errors import UserError
 
 GRID_ROOTS = ("workload", "adapters", "engine", "backend", "dtype")
@@ -346,8 +346,17 @@ def engine_identity(config: RunConfig, device: str) -> dict[str, Any]:
         "dtype": dtype,
         "device": device,
         "adapters": _without_none(adapters),
-        "engine": _without_none(dataclasses.asdict(config.engine)),
+        "engine": engine_settings(config.engine),
     }
+
+
+def engine_settings(engine: EngineConfig) -> dict[str, Any]:
+    """The engine's settings without the addresses by which machines find each other; one machine is the default."""
+    settings = dataclasses.asdict(engine)
+    del settings["master_addr"], settings["master_port"]
+    if settings["nnodes"] == 1:
+        del settings["nnodes"]
+    return _without_none(settings)
 
 
 def start_identity(engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,6 +395,7 @@ def labels(identity: dict[str, Any]) -> dict[str, Any]:
         "dtype": identity["dtype"],
         "device": identity["device"],
         "tp": identity["tp"],
+        "nnodes": identity["engine"].get("nnodes", 1),
         "workload_hash": identity["workload"]["hash"],
         "num_adapters": adapters["count"],
         "max_resident": adapters["max_resident"],

@@ -69,13 +69,20 @@ def build_setup(config: RunConfig, engine: Mapping[str, Any], cache: Path) -> En
         adapters=tuple(folders),
         engine_args=engine_args(spec, options, config, engine, model, model_spec),
         env={
-            **(cpu_env(int(engine["tp"])) if engine["device"] == "cpu" else {"VLLM_PLUGINS": "tessa"}),
+            **(cpu_env(local_ranks(engine)) if engine["device"] == "cpu" else {"VLLM_PLUGINS": "tessa"}),
             **offline_env(model),
         },
         gate=gate,
         wrong_by_design=any((k, v) in spec.wrong_by_design for k, v in options.items()),
         device=engine["device"],
     )
+
+
+def local_ranks(engine: Mapping[str, Any]) -> int:
+    """Ranks that this machine runs: all of them, or its share where the engine spans several."""
+    settings = engine["engine"]
+    pipeline = int((settings.get("extra") or {}).get("pipeline_parallel_size", 1))
+    return int(engine["tp"]) * pipeline // int(settings.get("nnodes") or 1)
 
 
 def backend_options(spec: BackendSpec, engine: Mapping[str, Any]) -> dict[str, str]:

@@ -17,10 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from baselines import get_backend
-from experiments.engine.setup import COMMON_ENV, EngineSetup
+from experiments.engine.processes import ProcessTree
+from experiments.engine.setup import COMMON_ENV, EngineSetup, scratch_env
 
 DEFAULT_TIMEOUT_S = 900.0
 """Without an answer or a sign of life for so long, a child counts as hung."""
@@ -41,7 +40,10 @@ class EngineError(RuntimeError):
         kind: "failed" or "timeout".
         reason: one line.
         traceback: the child's traceback, where it sent one.
+        records: file with the requests of a round that failed, until the engine is stopped.
     """
+
+    records: Path | None = None
 
     def __init__(self, kind: str, reason: str, log_path: Path, traceback: str | None = None) -> None:
         super().__init__(reason)
@@ -61,7 +63,7 @@ class EngineProcess:
         self._answers_fd: int | None = None
         self._buffer = b""
         self._runs = 0
-        self._members: set[psutil.Process] = set()
+        self._tree: ProcessTree | None = None
         self._counters: dict[str, Any] | None = None
         self._latency: dict[float, dict[str, Any]] = {}
         self._added_us: float | None = None
@@ -78,7 +80,12 @@ class EngineProcess:
         child_in, parent_out = os.pipe()
         parent_in, child_out = os.pipe()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **COMMON_ENV, **self.setup.env}
+        environment = {
+            **os.environ,
+            **scratch_env(self._scratch.name),
+            **COMMON_ENV,
+            **self.setup.env,
+        }
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [*self.command(), str(setup_file), str(child_in), str(child_out)],
@@ -91,9 +98,11 @@ class EngineProcess:
             )
         os.close(child_in)
         os.close(child_out)
+        self._tree = ProcessTree(self._process.pid)
         self._commands = os.fdopen(parent_out, "w")
         self._answers_fd = parent_in
         self.started = self._call("start", timeout_s=timeout_s)
+        self._tree.remember_shared_memory()
 
     def gate(self, options: dict[str, Any]) -> dict[str, Any]:
         return self._call("gate", options=options)
@@ -108,7 +117,9 @@ class EngineProcess:
         result = self._call("run", workload=str(workload_path), options=options, records=str(records))
         if result["status"] != "ok":
             kind = "timeout" if result["status"] in ("stalled", "timeout") else "failed"
-            raise EngineError(kind, f"the load {result['status']}: {result['reason']}", self.log_path)
+            error = EngineError(kind, f"the load {result['status']}: {result['reason']}", self.log_path)
+            error.records = records
+            raise error
         if self._counters is None:
             self._counters = self.counters()
         counters = dict(self._counters)
@@ -138,19 +149,20 @@ class EngineProcess:
 
     def park(self) -> None:
         """Stop every process of the engine in its tracks: it keeps its memory and uses no processor time."""
-        self._signal(signal.SIGSTOP)
+        if self._process is not None and self._tree is not None:
+            self._tree.park()
 
     def resume(self) -> None:
-        self._signal(signal.SIGCONT)
+        if self._process is not None and self._tree is not None:
+            self._tree.send(signal.SIGCONT)
 
     def stop(self) -> None:
         """End every process of the engine, politely first; harmless when nothing runs."""
-        process = self._process
-        if process is None:
+        process, tree = self._process, self._tree
+        if process is None or tree is None:
             return
         self._process = None
-        members = self._tree(process.pid)
-        _send(members, signal.SIGCONT)
+        tree.send(signal.SIGCONT)
         if process.poll() is None:
             try:
                 self._commands.write(json.dumps({"command": "stop"}) + "\n")
@@ -158,9 +170,7 @@ class EngineProcess:
                 process.wait(STOP_GRACE_S)
             except (OSError, ValueError, subprocess.TimeoutExpired):
                 pass
-        members |= self._tree(process.pid)
-        _send(members, signal.SIGKILL)
-        psutil.wait_procs(members, timeout=STOP_GRACE_S)
+        tree.kill()
         process.wait()
         for closing in (
             self._commands.close,
@@ -171,23 +181,6 @@ class EngineProcess:
                 closing()
             except OSError:
                 continue
-
-    def _tree(self, pid: int) -> set[psutil.Process]:
-        """The child's session and descendants, also those whose parent has died meanwhile."""
-        found = set(self._members)
-        for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) == pid:
-                    found.add(process)
-                    found.update(process.children(recursive=True))
-            except (OSError, psutil.Error):
-                continue
-        self._members = {p for p in found if p.is_running()}
-        return self._members
-
-    def _signal(self, number: int) -> None:
-        if self._process is not None:
-            _send(self._tree(self._process.pid), number)
 
     def _call(self, command: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, **arguments: Any) -> Any:
         if self._process is None:
@@ -225,14 +218,23 @@ class EngineProcess:
                 raise EngineError(
                     "timeout", f"{command}: no answer from the engine within {timeout_s:.0f} s", self.log_path
                 )
-            ready, _, _ = select.select([self._answers_fd], [], [], left)
-            if ready:
+            ready, _, _ = select.select([self._answers_fd, *self._watched()], [], [], left)
+            if self._answers_fd in ready:
                 data = os.read(self._answers_fd, 1 << 16)
                 if not data:
                     raise self._died(command)
                 self._buffer += data
+            elif ready:
+                self._look(command)
         line, self._buffer = self._buffer.split(b"\n", 1)
         return line
+
+    def _watched(self) -> list[Any]:
+        """What else, beside the child's answer, ends the wait for it: `_look` is called when one has news."""
+        return []
+
+    def _look(self, command: str) -> None:
+        """Raises EngineError where the news end the engine."""
 
     def _died(self, command: str) -> EngineError:
         assert self._process is not None
@@ -247,14 +249,6 @@ class EngineProcess:
             f"{command}: the engine's process ended with {how}" + (f": {cause}" if cause else ""),
             self.log_path,
         )
-
-
-def _send(processes: set[psutil.Process], number: int) -> None:
-    for process in processes:
-        try:
-            process.send_signal(number)
-        except psutil.Error:
-            continue
 
 
 def root_cause(log_path: Path) -> str:
@@ -285,4 +279,9 @@ def make_engine(group: Any, log_path: Path, cache: Path) -> EngineProcess:
         return engine_class(spec).create(group, log_path, cache)
     from experiments.engine.build import build_setup
 
-    return EngineProcess(build_setup(group.config, group.engine, cache), log_path)
+    setup = build_setup(group.config, group.engine, cache)
+    if (group.config.engine.nnodes or 1) > 1:
+        from experiments.engine.spread import spread
+
+        return spread(setup, log_path, cache, group.config.engine)
+    return EngineProcess(setup, log_path)

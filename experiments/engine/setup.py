@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,6 +80,22 @@ COMMON_ENV = {
     # A parent that dies takes the engine along; see tessa.vllm.lifetime.
     "TESSA_DIE_WITH_PARENT": "1",
 }
+
+
+LONGEST_SCRATCH = 60  # the path of a socket holds 107 characters, and vLLM's names take 37
+
+
+def scratch_env(folder: str) -> dict[str, str]:
+    """Puts an engine's sockets and other temporary files where they go away with it, however it ends."""
+    if len(folder) > LONGEST_SCRATCH:
+        return {}
+    # Compiled kernels are worth keeping, so their folder stays where it is by default.
+    inductor = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+    return {
+        "TMPDIR": folder,
+        "VLLM_RPC_BASE_PATH": folder,
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(inductor)),
+    }
 
 
 def offline_env(model: str) -> dict[str, str]:

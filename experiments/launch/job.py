@@ -6,6 +6,7 @@ end, its claims are released. The job then goes back to the queue and runs what 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from experiments.engine.nodes import meeting_file
 from experiments.launch import slurm
 
 REPO = Path(__file__).resolve().parents[2]
@@ -32,12 +34,15 @@ class RunJob:
     """Pickled into the queue. `overrides` are those of run.py; `environment` is added to the job's own.
 
     stop_patience_s: how long run.py may take to stop after a signal before it is killed.
+    nodes: machines of the job, one task on each: the first runs run.py, the others join it (`cache` is the run's).
     """
 
     overrides: list[str]
     folder: str
     environment: dict[str, str] = field(default_factory=dict)
     stop_patience_s: float = 60.0
+    nodes: int = 1
+    cache: str = ""
 
     def __post_init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
@@ -45,6 +50,8 @@ class RunJob:
 
     def __call__(self) -> int:
         """Runs to the end and returns run.py's exit status 0. Raises JobFailed for any other."""
+        if self.nodes > 1 and int(os.environ.get("SLURM_PROCID", "0")) > 0:
+            return self._join()
         self._child = subprocess.Popen(
             [sys.executable, str(REPO / "run.py"), *self.overrides],
             cwd=self.folder,
@@ -62,13 +69,24 @@ class RunJob:
             raise JobFailed(f"run.py {told}; finished cells are stored, submitting again runs the rest")
         return code
 
+    def _join(self) -> int:
+        """On another machine than the first: ends with the run there, which alone minds the job's signals."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        file = meeting_file(Path(self.cache))
+        return subprocess.run(
+            [sys.executable, "-m", "experiments.engine.node", str(file)],
+            cwd=self.folder,
+            env={**os.environ, **self.environment},
+            preexec_fn=_prepare_node,
+        ).returncode
+
     def checkpoint(self) -> Any:
         """Called by submitit on its signal, before it queues the job again: the results folder is the
         checkpoint, so stopping in order is all there is to do."""
         from submitit.helpers import DelayedSubmission
 
         self._stop_child()
-        return DelayedSubmission(RunJob(self.overrides, self.folder, self.environment, self.stop_patience_s))
+        return DelayedSubmission(dataclasses.replace(self))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_child": None, "_stop_ordered": False}
@@ -104,3 +122,9 @@ def _prepare_child() -> None:
     parent be killed, run.py stops in order."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prepare_node() -> None:
+    """As `_prepare_child`; SIGTERM, which Slurm sends to all of a step, stays ignored as in the parent."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

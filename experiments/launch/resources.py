@@ -23,6 +23,7 @@ class LaunchParams:
     """
 
     timeout_min: int = 240
+    nodes: int = 1
     gpus_per_node: int = 0
     cpus_per_task: int | None = None
     cpus_per_gpu: int | None = None
@@ -55,6 +56,7 @@ class LaunchParams:
             raise UserError(
                 f"unknown setting hydra.launcher.{unknown[0]}. Known settings there: {', '.join(sorted(known))}"
             )
+        given["nodes"] = given.get("nodes") or 1
         params = cls(**given)
         if params.tasks_per_node != 1:
             raise UserError(
@@ -62,7 +64,7 @@ class LaunchParams:
             )
         if params.device not in ("auto", "cpu", "cuda"):
             raise UserError(f"hydra.launcher.device={params.device} is not known: auto, cpu or cuda")
-        for key in ("timeout_min", "array_parallelism", "parallel"):
+        for key in ("timeout_min", "nodes", "array_parallelism", "parallel"):
             if getattr(params, key) < 1:
                 raise UserError(f"hydra.launcher.{key}={getattr(params, key)} is too small: give 1 or more")
         if params.signal_delay_s >= params.timeout_min * 60:
@@ -92,11 +94,11 @@ class LaunchParams:
         return "cuda" if self.gpus_per_node else "cpu"
 
     def submitit(self) -> dict[str, Any]:
-        """Parameters of submitit's Slurm executor. One task: the engine starts its own workers."""
+        """Parameters of submitit's Slurm executor. One task a node: the engine starts its own workers."""
         chosen = {
             "job_name": self.name,
             "time": self.timeout_min,
-            "nodes": 1,
+            "nodes": self.nodes,
             "ntasks_per_node": 1,
             "gpus_per_node": self.gpus_per_node or None,
             "cpus_per_task": self.cpus,
@@ -120,7 +122,7 @@ class LaunchParams:
 
 
 def check(params: LaunchParams, nodes: list[Node]) -> None:
-    """Raises UserError unless some node of the partition can run the job."""
+    """Raises UserError unless as many nodes of the partition as the job has can run it."""
     partitions = sorted({node.partition for node in nodes})
     if params.partition is None:
         within = [node for node in nodes if node.default]
@@ -152,7 +154,13 @@ def check(params: LaunchParams, nodes: list[Node]) -> None:
                 f"{where} offers at most {most:g} {unit} to a job on one node, this job asks for {wanted:g} "
                 f"(hydra.launcher.{key}); Slurm would let it wait for ever"
             )
-    if not any(_fits(params, node) for node in within):
+    fitting = {node.name for node in within if _fits(params, node)}
+    if fitting and len(fitting) < params.nodes:
+        raise UserError(
+            f"{where} has {len(fitting)} nodes that fit, this job asks for {params.nodes} (hydra.launcher.nodes, from "
+            "engine.nnodes); Slurm would let it wait for ever"
+        )
+    if not fitting:
         raise UserError(
             f"no single node of {where} has {params.gpus_per_node} GPUs, {params.cpus or 1} CPUs and "
             f"{params.memory_gb or 0:g} GB together; Slurm would let the job wait for ever"

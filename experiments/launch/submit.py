@@ -37,7 +37,10 @@ def on_slurm(jobs: list[SweepJob]) -> bool:
         _submit_group(group)
         params = group[0].params
         ids = ", ".join(str(job.handle.job_id) for job in group if job.handle)
-        print(f"submitted {ids}: {params.gpus_per_node} GPUs, {params.timeout_min} minutes each", flush=True)
+        gpus = f"{params.gpus_per_node} GPUs" + (
+            f" on each of {params.nodes} nodes" if params.nodes > 1 else ""
+        )
+        print(f"submitted {ids}: {gpus}, {params.timeout_min} minutes each", flush=True)
     if not jobs or jobs[0].params.wait:
         return _wait_for_slurm(jobs)
     print("not waiting for the jobs; `run.py status` with the same settings shows what is done", flush=True)

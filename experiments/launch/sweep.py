@@ -20,6 +20,7 @@ from experiments.launch import resources, slurm
 from experiments.launch.job import RunJob
 from experiments.launch.resources import LaunchParams
 from experiments.store import Store
+from tessa.errors import UserError
 
 if TYPE_CHECKING:
     import submitit
@@ -136,6 +137,16 @@ def _plan(
     run_config = schema.build(
         OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     )
+    if where == "slurm" and params.nodes != (run_config.engine.nnodes or 1):
+        raise UserError(
+            f"hydra.launcher.nodes={params.nodes} and engine.nnodes={run_config.engine.nnodes or 1} must be the same; "
+            "give engine.nnodes alone"
+        )
+    if where == "local" and (run_config.engine.nnodes or 1) > 1:
+        raise UserError(
+            f"engine.nnodes={run_config.engine.nnodes} needs several machines and hydra/launcher=local_jobs has this "
+            "one; use hydra/launcher=slurm, or one run without -m"
+        )
     # A login node has no GPU, so what the jobs will find is said by what they ask for.
     device = params.runs_on if where == "slurm" or params.device != "auto" else None
     plan = cli.plan_run(run_config, device=device)
@@ -151,6 +162,8 @@ def _plan(
         # Some sites do not hand the submitter's environment to jobs.
         environment={name: os.environ[name] for name in marks if name in os.environ},
         stop_patience_s=max(5.0, params.signal_delay_s * 0.8),
+        nodes=params.nodes,
+        cache=str(cli.cache_folder(run_config)),
     )
     label = " ".join(item for item in overrides if item not in shared) or run_config.name or ""
     return SweepJob(overrides, run_config, plan, params, run, label)

@@ -2,8 +2,9 @@
 
     python scripts/slurm/local_cluster.py sinfo          # runs a command inside, then takes the cluster down
 
-Needs root and Debian's slurmctld, slurmd, slurm-client and munge (see `missing`). One node with pretended CPUs and
-GPUs; partition `main` can be preempted by partition `urgent`. No accounting, so no sacct.
+Needs root and Debian's slurmctld, slurmd, slurm-client and munge (see `missing`). Two nodes with pretended CPUs and
+GPUs, both on this machine. Partition `main` has the first and can be preempted by partition `urgent`; `pair` has both.
+No accounting, so no sacct.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from types import TracebackType
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "sinfo", "scontrol")
 PACKAGES = "slurmctld slurmd slurm-client munge"
+NODES = ("first", "second")
 CPUS, GPUS, MEMORY_MB = 8, 8, 4000
-START_S = 30.0
+START_S = 180.0
 
 CONF = """\
 ClusterName=local
@@ -35,13 +37,12 @@ AuthType=auth/munge
 # A job that is queued again waits as long as a credential lives; 5 s is the least.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmctldPort={ctld_port}
-SlurmdPort={slurmd_port}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 MpiDefault=none
@@ -59,9 +60,12 @@ ReturnToService=2
 KillWait=5
 MinJobAge=300
 GresTypes=gpu
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus} Feature=pretended State=UNKNOWN
-PartitionName=main Default=YES Nodes={host} MaxTime=12:00:00 PriorityTier=1 GraceTime=20
-PartitionName=urgent Nodes={host} MaxTime=12:00:00 PriorityTier=10 PreemptMode=OFF
+NodeName=DEFAULT CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus} Feature=pretended State=UNKNOWN
+NodeName=first NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port}
+NodeName=second NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port}
+PartitionName=main Default=YES Nodes=first MaxTime=12:00:00 PriorityTier=1 GraceTime=240
+PartitionName=urgent Nodes=first MaxTime=12:00:00 PriorityTier=10 PreemptMode=OFF
+PartitionName=pair Nodes=first,second MaxTime=12:00:00 PriorityTier=1
 """
 
 
@@ -93,8 +97,12 @@ class LocalCluster:
             self._start("munged", *self._munge_options())
             self._until(lambda: (self.folder / "munge.socket").exists(), "munged's socket")
             self._start("slurmctld", "-D", "-c")
-            self._start("slurmd", "-D", "-c")
-            self._until(lambda: "idle" in self.run("sinfo", "-h", "-o", "%T"), "an idle node")
+            for node in NODES:
+                self._start("slurmd", "-D", "-c", "-N", node)
+            self._until(
+                lambda: self.run("sinfo", "-h", "-p", "pair", "-o", "%T %D") == f"idle {len(NODES)}",
+                "idle nodes",
+            )
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -103,10 +111,10 @@ class LocalCluster:
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        if len(self._daemons) == 3:
+        if len(self._daemons) == 2 + len(NODES):
             # Jobs live outside of slurmd's process group, so they are ended through Slurm first.
-            self.run("scancel", "--partition=main")
-            self.run("scancel", "--partition=urgent")
+            for partition in ("main", "urgent", "pair"):
+                self.run("scancel", f"--partition={partition}")
             with contextlib.suppress(RuntimeError):
                 self._until(lambda: not self.run("squeue", "-h", "-o", "%i"), "the end of all jobs")
         for daemon in reversed(self._daemons):
@@ -131,15 +139,16 @@ class LocalCluster:
 
     def _configure(self) -> None:
         host = socket.gethostname().split(".")[0]
-        ctld_port, slurmd_port = _free_ports(2)
-        for name in ("state", "spool"):
+        ctld_port, first_port, second_port = _free_ports(3)
+        for name in ("state", *(f"spool.{node}" for node in NODES)):
             (self.folder / name).mkdir()
         (self.folder / "slurm.conf").write_text(
             CONF.format(
                 host=host,
                 folder=self.folder,
                 ctld_port=ctld_port,
-                slurmd_port=slurmd_port,
+                first_port=first_port,
+                second_port=second_port,
                 cpus=CPUS,
                 gpus=GPUS,
                 memory=MEMORY_MB,
@@ -166,7 +175,7 @@ class LocalCluster:
     def _start(self, name: str, *arguments: str) -> None:
         program = _find(name)
         assert program is not None
-        with (self.folder / f"{name}.out").open("wb") as out:
+        with (self.folder / f"{name}.out").open("ab") as out:
             self._daemons.append(
                 subprocess.Popen(
                     [program, *arguments],
@@ -182,7 +191,13 @@ class LocalCluster:
         until = time.monotonic() + START_S
         while not condition():
             if time.monotonic() > until or any(daemon.poll() is not None for daemon in self._daemons):
-                logs = [self.folder / name for name in ("munged.out", "slurmctld.log", "slurmd.log")]
+                names = (
+                    "munged.out",
+                    "slurmctld.log",
+                    "slurmd.out",
+                    *(f"slurmd.{node}.log" for node in NODES),
+                )
+                logs = [self.folder / name for name in names]
                 tails = [f"{log.name}: {log.read_text()[-500:]}" for log in logs if log.exists()]
                 raise RuntimeError(f"waited in vain for {what}\n" + "\n".join(tails))
             time.sleep(0.1)

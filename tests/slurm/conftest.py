@@ -24,6 +24,8 @@ import pytest
 from analysis import load
 
 REPO = Path(__file__).resolve().parents[2]
+# Only a hang takes so long: what is waited for comes in seconds, or in minutes on a machine under load.
+PATIENCE_S = 900.0
 SETTINGS = (
     "experiment=tp_scaling",
     "model=tiny",
@@ -94,7 +96,7 @@ class Sweeps:
 
     def run(self, *arguments: str, script: dict[int, str] | None = None, mode: str = "") -> tuple[int, str]:
         process = self.start(*arguments, script=script, mode=mode)
-        output = process.communicate(timeout=300)[0]
+        output = process.communicate(timeout=PATIENCE_S)[0]
         print(output)
         return process.returncode, output
 
@@ -111,6 +113,7 @@ class Sweeps:
             json.loads((self.results / "tp_scaling" / c / "config.json").read_text()) for c in rows["cell"]
         ]
         rows["seed"] = [config["adapters"]["seed"] for config in configs]
+        rows["nodes"] = [[node["rank"] for node in summary.get("nodes", [])] for summary in summaries]
         rows["slurm"] = [summary["environment"]["slurm"] for summary in summaries]
         return rows.set_index(["seed", "backend"]).sort_index()
 
@@ -124,6 +127,8 @@ def making_sweeps(environment: dict[str, str]) -> Iterator[Sweeps]:
         {
             **os.environ,
             **environment,
+            # What the plain script runs; a `python` found by the shell may be another one.
+            "TESSA_PYTHON": sys.executable,
             "TESSA_TEST_ENGINE": "scripted:make",
             "TESSA_TEST_ONCE": str(folder / "once"),
             "PYTHONPATH": str(Path(__file__).parent),
@@ -160,15 +165,24 @@ def local_sweeps() -> Iterator[Sweeps]:
 
 
 @pytest.fixture(scope="session")
-def until() -> Callable[[Callable[[], Any], str], Any]:
-    """Waits for a condition and returns its value; fails after two minutes with what was waited for."""
+def until() -> Callable[..., Any]:
+    """Waits for a condition and returns its value. Fails with what was waited for and what `show` says of the
+    state, after a quarter of an hour or as soon as `hopeless` gives a reason."""
 
-    def wait(condition: Callable[[], Any], what: str) -> Any:
-        give_up = time.monotonic() + 120
-        while not (value := condition()):
-            assert time.monotonic() < give_up, f"waited in vain for {what}"
+    def wait(
+        condition: Callable[[], Any],
+        what: str,
+        hopeless: Callable[[], str | None] = lambda: None,
+        show: Callable[[], str] = lambda: "",
+    ) -> Any:
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            reason = hopeless()  # before the condition, which may have come true just before the end
+            if value := condition():
+                return value
+            if reason is not None or time.monotonic() > give_up:
+                pytest.fail(f"waited in vain for {what}: {reason or 'time is up'}\n{show()}")
             time.sleep(0.2)
-        return value
 
     return wait
 

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiments.engine.nodes import meeting_file, nodes_of
+
 _file = Path(__file__).resolve().parents[1] / "experiments" / "conftest.py"
 _spec = importlib.util.spec_from_file_location("scripted_fleet", _file)
 assert _spec is not None
@@ -28,7 +30,19 @@ def make(group: Any, log: Path) -> Any:
     action = json.loads(os.environ.get("TESSA_TEST_SCRIPT", "{}")).get(str(group.config.adapters.seed))
     if group.backend == "tessa" and action is not None:
         fleet.script["tessa", "run"] = lambda engine: _once(group.config.adapters.seed, action)
-    return fleet(group, log)
+    made = fleet(group, log)
+    if (group.config.engine.nnodes or 1) > 1:
+        fleet.script[group.backend, "start"] = lambda engine: _gather(engine, group.config)
+    return made
+
+
+def _gather(engine: Any, config: Any) -> None:
+    """Waits for the other machines, as a real engine does, and keeps their ranks."""
+    settings = config.engine
+    file = meeting_file(Path(config.paths.cache))
+    nodes = nodes_of(settings.nnodes, settings.master_addr, settings.master_port, file)
+    nodes.gather(3600.0)
+    engine.nodes = [{"rank": node.rank, **node.about} for node in nodes.nodes]
 
 
 def _once(seed: int, action: str) -> None:

@@ -1,0 +1,226 @@
+"""One engine over two machines, for real: two network namespaces with addresses of their own, joined by a cable.
+
+Where namespaces cannot be made (no root, no `ip`), both are processes of this machine that meet on its loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from analysis import load
+from experiments import cli
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+
+PATIENCE_S = 1500.0
+TINY = ("experiment=tp_scaling", "model=tiny", "measure=smoke", "backends=[tessa]", "allow_sha_change=true")
+
+
+@dataclass
+class Host:
+    """A machine: the prefix of commands that run on it, and its address."""
+
+    prefix: tuple[str, ...]
+    address: str
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, *command: str, output: Path, cwd: Path) -> subprocess.Popen[bytes]:
+        with output.open("ab") as out:
+            process = subprocess.Popen(
+                [*self.prefix, sys.executable, *command],
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return process
+
+    def living(self) -> set[int]:
+        """Processes on this machine; without a namespace, those of the sessions that were started here."""
+        if self.prefix:
+            listed = subprocess.run(
+                ["ip", "netns", "pids", self.prefix[-1]], capture_output=True, text=True, check=True
+            )
+            found = {int(pid) for pid in listed.stdout.split()}
+        else:
+            sessions = {process.pid for process in self.started}
+            found = set()
+            for process in psutil.process_iter():
+                with contextlib.suppress(OSError):
+                    if os.getsid(process.pid) in sessions:
+                        found.add(process.pid)
+        return {pid for pid in found if not is_gone(pid)}
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
+
+
+def ip(*arguments: str) -> bool:
+    return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    mark = uuid.uuid4().hex[:6]
+    names, cable = [f"tessa-{mark}-{i}" for i in (0, 1)], [f"ts{mark}{i}" for i in (0, 1)]
+    addresses = ["10.213.7.1", "10.213.7.2"]
+    able = os.geteuid() == 0 and shutil.which("ip") is not None and ip("netns", "add", names[0])
+    if able:
+        steps = [
+            ("netns", "add", names[1]),
+            ("link", "add", cable[0], "type", "veth", "peer", "name", cable[1]),
+        ]
+        for name, end, address in zip(names, cable, addresses, strict=True):
+            steps += [
+                ("link", "set", end, "netns", name),
+                ("-n", name, "addr", "add", f"{address}/24", "dev", end),
+                ("-n", name, "link", "set", end, "up"),
+                ("-n", name, "link", "set", "lo", "up"),
+            ]
+        able = all(ip(*step) for step in steps)
+    prefixes: list[tuple[str, ...]] = [("ip", "netns", "exec", name) if able else () for name in names]
+    made = [Host(p, a if able else "127.0.0.1") for p, a in zip(prefixes, addresses, strict=True)]
+    try:
+        yield made[0], made[1]
+    finally:
+        for host in made:
+            for pid in host.living():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in host.started:
+                process.wait()
+        for name in names:
+            ip("netns", "del", name)
+
+
+def until(condition: Callable[[], object], process: subprocess.Popen[bytes], output: Path) -> None:
+    """Waits for a condition while `process` runs."""
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        if process.poll() is not None and not condition():
+            pytest.fail(f"ended with {process.returncode}:\n{output.read_text()[-4000:]}")
+        assert time.monotonic() < give_up, output.read_text()[-4000:]
+        time.sleep(0.05)
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+
+
+def test_two_machines_answer_as_one(
+    hosts: tuple[Host, Host], cache: Path, tmp_path: Path, repo_root: Path
+) -> None:
+    """Gate and greedy tokens of TESSA at TP 2 over two machines equal those of one."""
+    first, second = hosts
+    before = shared_memory()
+    probe, output, meeting = (
+        str(Path(__file__).parent / "probe_engine.py"),
+        tmp_path / "out",
+        tmp_path / "run.json",
+    )
+    common = (*TINY, "tp=2", f"paths.cache={cache}")
+    os.environ["TESSA_NODES_FILE"] = str(meeting)
+    try:
+        other = second.start(
+            "-m", "experiments.engine.node", str(meeting), output=tmp_path / "node", cwd=repo_root
+        )
+        spread = ("engine.nnodes=2", f"engine.master_addr={first.address}")
+        leader = first.start(
+            probe, str(tmp_path / "two.json"), *common, *spread, output=output, cwd=repo_root
+        )
+    finally:
+        del os.environ["TESSA_NODES_FILE"]
+    until(lambda: leader.poll() == 0, leader, output)
+    assert other.wait(300) == 0, (tmp_path / "node").read_text()
+    assert "the run is over" in (tmp_path / "node").read_text()
+    assert not first.living() | second.living()
+    assert shared_memory() <= before
+    alone = subprocess.run(
+        [sys.executable, probe, str(tmp_path / "one.json"), *common],
+        cwd=repo_root,
+        capture_output=True,
+        text=True,
+    )
+    assert alone.returncode == 0, alone.stderr[-3000:]
+
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert one["nodes"] == []
+    assert [node["rank"] for node in two["nodes"]] == [1]
+    assert two["nodes"][0]["address"] == second.address
+    for said in (one, two):
+        assert said["gate"]["passed"], said["gate"]
+        assert said["gate"]["max_abs_error"] < 1e-4
+    assert len(one["probes"]) >= 4
+    assert [p["tokens"] for p in one["probes"]] == [p["tokens"] for p in two["probes"]]
+    for a, b in zip(one["probes"], two["probes"], strict=True):
+        assert b["prompt_logprobs"] == pytest.approx(a["prompt_logprobs"], abs=1e-4)
+    for counted in ("collectives_per_step", "adapter_kernels_per_step", "adapter_bytes_per_rank"):
+        assert one["counters"][counted] == two["counters"][counted], counted
+    # Over two machines the ranks cannot meet in shared memory.
+    log = (tmp_path / "two.log").read_text()
+    assert "falling back to torch.distributed" in log
+
+
+@pytest.mark.fault
+def test_the_death_of_the_second_machine_is_a_row(
+    hosts: tuple[Host, Host], cache: Path, tmp_path: Path, repo_root: Path
+) -> None:
+    """It dies in the second of two workloads. The first keeps its result, the second has the reason."""
+    first, second = hosts
+    before = shared_memory()
+    results, output, meeting = tmp_path / "results", tmp_path / "out", tmp_path / "run.json"
+    os.environ["TESSA_NODES_FILE"] = str(meeting)
+    try:
+        other = second.start(
+            "-m", "experiments.engine.node", str(meeting), output=tmp_path / "node", cwd=repo_root
+        )
+        run = first.start(
+            *(str(repo_root / "run.py"), *TINY, "tp=2", f"paths.results={results}", f"paths.cache={cache}"),
+            *("engine.nnodes=2", f"engine.master_addr={first.address}"),
+            # The second workload is long, so that it is under way when the machine dies.
+            *("+grid.workload.output_tokens.value=[4,400]", "measure.caps.output_tokens=400"),
+            output=output,
+            cwd=repo_root,
+        )
+    finally:
+        del os.environ["TESSA_NODES_FILE"]
+    until(lambda: list(results.glob("tp_scaling/[!.]*/summary.json")), run, output)
+    other.send_signal(signal.SIGKILL)
+    assert run.wait(PATIENCE_S) == cli.EXIT_FAILED, output.read_text()[-4000:]
+    other.wait()
+
+    frame = load(results).drop_duplicates("cell").set_index("status")
+    assert sorted(frame.index) == ["complete", "failed"], output.read_text()[-4000:]
+    assert (frame["nnodes"] == 2).all()
+    row = frame.loc["failed"]
+    assert "node 1 (" in row["reason"]
+    assert second.address in row["reason"]
+    assert "was lost: the connection was closed" in row["reason"]
+    assert (results / row["log"]).stat().st_size > 0
+    gone = time.monotonic() + PATIENCE_S
+    while first.living() | second.living():
+        assert time.monotonic() < gone, "processes are left"
+        time.sleep(0.1)
+    assert shared_memory() <= before
+    assert not list((results / "tp_scaling" / ".claims").glob("*.claim"))
