@@ -77,6 +77,7 @@ STEPS = (
         5,
         AZURE,
     ),
+    Step("interconnect", (*SHORT, "grid.engine.added_latency_us=[0,200,1000]"), 4),
     # Last, as it compares itself with the cells that were measured.
     Step("projection", (), 0.5),
 )
