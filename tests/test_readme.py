@@ -6,7 +6,6 @@ on a small store in a folder of the test's own. A command that no rule below kno
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -20,6 +19,7 @@ import pytest
 import readme_text
 import yaml
 from hydra import compose, initialize_config_dir
+from tests_support import outside_make
 
 from analysis.__main__ import main as analysis_main
 from experiments import cli, config
@@ -39,8 +39,9 @@ def words(command: str) -> list[str]:
 
 def make(command: str, folder: Path) -> None:
     """make finds the target, and every script that it would start is there."""
-    env = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run([*words(command), "-n"], cwd=REPO, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [*words(command), "-n"], cwd=REPO, env=outside_make(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
         for script in re.findall(r"(?<!\S)(?:scripts/[\w.]+|run\.py)", line):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-import signal
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +21,14 @@ from transformers import AutoModelForCausalLM
 
 import tessa.peft
 from experiments import models
+from experiments.engine.http_child import claim_port
 from experiments.engine.setup import COMMON_ENV, cpu_env
+from experiments.vllm_bench import START_TIMEOUT_S, healthy, launch, stop
 from tessa.adapter_io import read_adapter
 
 REPO = Path(__file__).resolve().parents[1]
 README = (REPO / "README.md").read_text(encoding="utf-8")
 PROMPT = list(range(5, 45))
-START_S = 600
 
 
 @pytest.fixture(scope="module")
@@ -90,41 +91,28 @@ def url(trained: Path, model: Path) -> Iterator[str]:
         c.text for c in readme_text.commands(REPO / "README.md") if c.text.startswith("vllm serve ")
     ]
     assert "path/to/model" in command
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = shlex.split(command.replace("path/to/model", str(model)))
+    assert "=my-adapter" in command
+    port = claim_port(0)
+    filled = command.replace("path/to/model", str(model)).replace("=my-adapter", f"={trained / 'my-adapter'}")
+    words = shlex.split(filled)
     words[0] = str(Path(sys.executable).with_name("vllm"))
     small = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4",
              "--kv-cache-memory-bytes", str(2**26), "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
-    log = trained / "server.log"
+    log, address = trained / "server.log", f"http://127.0.0.1:{port}"
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*words, *small], cwd=trained, stdout=out, stderr=out, start_new_session=True,
-            env={**os.environ, **COMMON_ENV, **cpu_env(1), "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+        process = launch(
+            [*words, *small], {**os.environ, **COMMON_ENV, **cpu_env(1), "HF_HUB_OFFLINE": "1"}, out
+        )
     try:
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(START_S):
-            try:
-                httpx.get(f"{address}/health", timeout=2, trust_env=False).raise_for_status()
-                break
-            except httpx.HTTPError:
-                try:
-                    process.wait(1)
-                    pytest.fail("vllm serve ended:\n" + log.read_text(errors="replace")[-3000:])
-                except subprocess.TimeoutExpired:
-                    continue
-        else:
-            pytest.fail("vllm serve did not come up:\n" + log.read_text(errors="replace")[-3000:])
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not healthy(address):
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail("vllm serve did not come up:\n" + log.read_text(errors="replace")[-3000:])
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
         yield address
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        stop(process)
 
 
 @pytest.mark.engine

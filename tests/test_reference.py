@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from tests_support import load_script
 
 from experiments import cli, config, studies
 from experiments.layer_step.spec import LayerStepSpec
 from experiments.projection.runner import ProjectionSpec
 
-
-def script(root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", root / "scripts" / "reference.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["reference"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 REPO = Path(__file__).resolve().parents[1]
-reference = script(REPO)
+reference = load_script(REPO / "scripts" / "reference.py")
 
 
 @pytest.mark.parametrize("step", reference.STEPS, ids=lambda s: " ".join((s.experiment, *s.overrides[:1])))

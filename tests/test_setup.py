@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from tests_support import load_script, outside_make
 
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 # Where vLLM's GPU build pins another version than its CPU build, or has another name.
@@ -33,12 +33,7 @@ GPU_DIFFERS = {
 
 @pytest.fixture(scope="module")
 def setup_env(repo_root: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_env", repo_root / "scripts" / "setup_env.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(repo_root / "scripts" / "setup_env.py")
 
 
 def pins(module: ModuleType, path: Path) -> dict[str, str]:
@@ -237,18 +232,24 @@ CI_CASES = {
 }
 
 
+def ci(repo_root: Path, folder: Path, **commands: str) -> subprocess.CompletedProcess[str]:
+    """.ci/run with these commands in place of the real ones, each given as the body of a shell script."""
+    for name, body in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    return subprocess.run(
+        ["bash", str(repo_root / ".ci" / "run")],
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize(("line", "status", "expected"), CI_CASES.values(), ids=list(CI_CASES))
 def test_ci_entry(repo_root: Path, tmp_path: Path, line: str, status: int, expected: int) -> None:
     """The exit status tells whether tests ran and passed, and pytest's closing line is the last one printed."""
-    make = f"#!/bin/sh\n[ \"$1\" = test ] || exit 9\necho '{line}'\nexit {status}\n"
-    for name, body in {"make": make, "id": "#!/bin/sh\necho 1000\n"}.items():
-        (tmp_path / name).write_text(body)
-        (tmp_path / name).chmod(0o755)
-    run = subprocess.run(
-        ["bash", str(repo_root / ".ci" / "run")],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
+    run = ci(
+        repo_root, tmp_path, make=f"[ \"$1\" = test ] || exit 9\necho '{line}'\nexit {status}", id="echo 1000"
     )
     assert run.returncode == expected
     if line.startswith("="):
@@ -257,21 +258,8 @@ def test_ci_entry(repo_root: Path, tmp_path: Path, line: str, status: int, expec
 
 
 def test_ci_goes_on_without_debian_packages(repo_root: Path, tmp_path: Path) -> None:
-    bodies = {
-        "make": f"echo '{PASSED}'",
-        "id": "echo 0",
-        "dpkg-query": "exit 1",
-        "apt-get": "echo no network; exit 100",
-    }
-    for name, body in bodies.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    run = subprocess.run(
-        ["bash", str(repo_root / ".ci" / "run")],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
+    missing = {"dpkg-query": "exit 1", "apt-get": "echo no network; exit 100"}
+    run = ci(repo_root, tmp_path, make=f"echo '{PASSED}'", id="echo 0", **missing)
     assert run.returncode == 0
     assert "Debian packages not installed" in run.stdout
 
@@ -279,9 +267,9 @@ def test_ci_goes_on_without_debian_packages(repo_root: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_both_commands_set_up_first(repo_root: Path, target: str) -> None:
     """The dry run of make lists the set-up before the first use of .venv, and for a given PY no set-up."""
-    # `make test` hands its own flags and variables down to the tests' make.
-    env = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    run = partial(subprocess.run, cwd=repo_root, env=env, capture_output=True, text=True, check=True)
+    run = partial(
+        subprocess.run, cwd=repo_root, env=outside_make(), capture_output=True, text=True, check=True
+    )
     plan = run(["make", "-n", target])
     lines = plan.stdout.splitlines()
     assert "scripts/setup.sh" in lines[0]

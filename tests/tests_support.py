@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -15,3 +21,32 @@ def model_values(name: str) -> dict[str, Any]:
     assert isinstance(values, dict)
     values.pop("defaults", None)
     return {str(key): value for key, value in values.items()}
+
+
+def load_script(path: Path) -> ModuleType:
+    """A script that belongs to no package, as a module of its file's name."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def outside_make() -> dict[str, str]:
+    """The environment without what `make test` hands down to a make that a test starts."""
+    return {
+        key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    }
+
+
+def check_in_interpreter(tests: Path, root: Path) -> None:
+    """Runs a file of tests with Triton's interpreter, which must be chosen before Triton is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(tests)]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    summary = done.stdout.strip().splitlines()[-1]
+    assert "passed" in summary, summary
+    assert "skipped" not in summary, summary
