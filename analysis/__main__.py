@@ -39,11 +39,14 @@ def validation_text(results: Path, reference: Path | None, as_json: bool) -> str
     if as_json:
         return json.dumps(errors, indent=2)
     width = max(len(name) for name in errors)
-    lines = (
-        f"{name:<{width}}  {'not available' if value is None else f'{value:g}'}"
-        for name, value in errors.items()
-    )
+    lines = (f"{name:<{width}}  {_shown(value)}" for name, value in errors.items())
     return "\n".join(lines)
+
+
+def _shown(value: float | int | str | None) -> str:
+    if value is None:
+        return "not available"
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,8 +13,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import style
-from analysis.load import load
+from analysis import collectives, interconnect, style
+from analysis.load import load, summaries
 from tessa.errors import UserError
 
 FOLDER = "projection"
@@ -32,15 +32,21 @@ BOUND = "any structure: distinct bytes / bandwidth"
 
 def validation(
     results_dir: str | Path = "results", reference_dir: str | Path | None = None
-) -> dict[str, float | int | None]:
-    """Errors of the projection on held-out data (see `experiments.projection.validate`), measured cells included.
+) -> dict[str, float | int | str | None]:
+    """Errors of the projection on held-out data (see `experiments.projection.validate`), measured cells included,
+    on timed collectives and on added latencies.
 
     Entries are None where their data is absent: published data is looked for in `reference_dir`, `$TESSA_SHARED` and
-    `../shared`; measured cells come from `results_dir`.
+    `../shared`; everything else comes from `results_dir`.
     """
+    from experiments.projection.own_cells import points
     from experiments.projection.validate import validation as validate
 
-    return validate(load(results_dir), reference_dir)
+    return {
+        **validate(points(summaries(results_dir)), reference_dir),
+        **collectives.errors(results_dir),
+        **interconnect.errors(load(results_dir, interconnect.EXPERIMENT)),
+    }
 
 
 def read(results_dir: str | Path, table: str = "projection") -> pd.DataFrame:
@@ -178,6 +184,75 @@ def crossovers(frame: pd.DataFrame, gpu: str = "h100", model: str = "llama-3.1-8
     return figure
 
 
+def shares_over_tp(frame: pd.DataFrame, gpu: str = "h100") -> Figure:
+    """C2 and C4: an adapter's weights and its collectives on one rank, over TP, one column per model.
+
+    Above: weights that a rank reads for one adapter, over the rank's weights in linear layers, which is also their
+    share of its FLOPs per token; a replicated factor does not shrink with TP, and slots beside a fused product are
+    padded to its widest slice. Below: share of the step that the
+    adapters' collectives take.
+    """
+    part = frame[(frame.sweep == "tp") & frame.custom_all_reduce & (frame.gpu == gpu)]
+    models, shown = sorted(part.model.unique()), SHOWN[1:]
+    with plt.rc_context(style.RC):
+        figure, grid = plt.subplots(
+            2,
+            len(models),
+            figsize=(style.TWO_COLUMNS, 4.2),
+            sharex=True,
+            sharey="row",
+            squeeze=False,
+            layout="constrained",
+        )
+        for j, model in enumerate(models):
+            top, bottom = grid[:, j]
+            for backend in shown:
+                rows = part[(part.model == model) & (part.backend == backend)].sort_values("x")
+                top.plot(
+                    rows.x,
+                    rows.rank_parameter_share * 100,
+                    color=style.colour(backend),
+                    marker=style.MARKERS[backend],
+                    markersize=4,
+                    lw=1.2,
+                    label=style.name(backend),
+                )
+                _curve(bottom, rows, "comm_share", backend, 100)
+            top.set_title(f"{model}, {gpu}")
+            top.axhline(1.0, color="black", lw=0.8, ls=":", label="1 %, the paper's bound")
+            bottom.set_xlabel("tensor-parallel ranks")
+            _log2(bottom, part.x)
+        grid[0][0].set_ylim(0, 108 * part[part.backend.isin(shown)].rank_parameter_share.max())
+        grid[0][0].set_ylabel("one adapter / weights\nof the rank (%)")
+        grid[1][0].set_ylabel("adapters' collectives\n/ step (%)")
+        _legend(figure, grid[0][0], 5)
+        figure.suptitle("Modelled; band: held-out errors of the collectives", fontsize=8)
+    return figure
+
+
+def over_latency(frame: pd.DataFrame, gpu: str = "h100", model: str = "llama-3.1-8b") -> Figure:
+    """Throughput and adapter cost over a latency added to every collective, bands as elsewhere."""
+    part = frame[(frame.gpu == gpu) & (frame.model == model) & (frame.sweep == "added_latency_us")]
+    with plt.rc_context(style.RC):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(style.TWO_COLUMNS, 2.9), layout="constrained")
+        for backend in ("base", *SHOWN[1:]):
+            _curve(left, part[part.backend == backend], "output_tokens_per_s", backend)
+        for backend in SHOWN[1:]:
+            _curve(right, part[part.backend == backend], "adapter_cost", backend, 100)
+        left.set(ylabel="output tokens/s", yscale="log")
+        right.set_ylabel("adapter cost (%)")
+        for axes in (left, right):
+            axes.set_xscale("symlog", linthresh=5, linscale=0.5)
+            axes.set_xlim(-0.5, part.x.max() * 1.2)
+            ticks = [0, 5, 20, 100, 500, 2000]
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.minorticks_off()
+            axes.set_xlabel("latency added to each collective (µs)")
+        _legend(figure, left, 5)
+        figure.suptitle(f"Modelled: {model}, {gpu}, TP {int(part.tp.iloc[0])}", fontsize=8)
+    return figure
+
+
 def validation_figure(ops: pd.DataFrame, slora: pd.DataFrame) -> Figure:
     """Predicted against measured: kernels of held-out models, and S-LoRA's losses with and without communication."""
     held = ops[ops.held_out]
@@ -225,6 +300,10 @@ def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
         "projection_speedup": speedup_over_tp(frame),
         "projection_crossovers": crossovers(frame, *_first(frame)),
     }
+    if "rank_parameter_share" in frame:
+        figures["projection_shares"] = shares_over_tp(frame, _first(frame)[0])
+    if (frame.sweep == "added_latency_us").any():
+        figures["projection_interconnect"] = over_latency(frame, *_first(frame))
     if (Path(results_dir) / FOLDER / "validation_layer_ops.parquet").is_file():
         ops, slora = read(results_dir, "validation_layer_ops"), read(results_dir, "validation_slora")
         figures["projection_validation"] = validation_figure(ops, slora)

@@ -11,7 +11,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def shares(config: Mapping[str, Any] | None) -> dict[str, float]:
     """Columns of a cell: `model_parameters` (norms left out), `lora_parameters` (one LoRA adapter of the
     cell's rank-equivalent, its largest where ranks are mixed: rank (d_in + d_out) per projection) and
-    `lora_compute_share` (its multiply-adds per token over those of all projections and the output head).
+    `lora_compute_share` (its multiply-adds per token over those of all projections and the output head), `layers`.
 
     Empty where the configuration or the model's shape is not known.
     """
@@ -46,4 +46,5 @@ def shares(config: Mapping[str, Any] | None) -> dict[str, float]:
         "model_parameters": float(linear + embeddings),
         "lora_parameters": float(lora),
         "lora_compute_share": lora / (linear + head),
+        "layers": float(layers),
     }

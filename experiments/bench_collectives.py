@@ -73,6 +73,11 @@ def rank_main(options: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     current_platform.import_kernels()
+    if options["transport"] == "shm" and not hasattr(torch.ops._C, "init_shm_manager"):
+        raise RuntimeError(
+            "vLLM's build for this processor has no shared-memory collectives (its AVX-512 builds have them), so its "
+            "engines use gloo here"
+        )
     ranks = options["ranks"]
     dist.init_process_group("gloo", init_method=options["init"], rank=options["rank"], world_size=ranks)
     group = dist.new_group(list(range(ranks)), backend="gloo")

@@ -65,12 +65,13 @@ def _projection(config: RunConfig, results: Path, looking: bool) -> int:
         )
         return 0
     from analysis import projection
-    from analysis.load import load
+    from analysis.load import summaries
+    from experiments.projection.own_cells import points
 
-    run(spec, out, cells=load(results))
+    run(spec, out, cells=points(summaries(results)))
     for path in projection.draw(results, results / "figures"):
         print(f"figure: {path}")
-    print((out / "validation.json").read_text(encoding="utf-8").strip())
+    print(json.dumps(projection.validation(results), indent=2))
     return 0
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import style, sweeps
-from analysis.figures import breakdown, quality, rate, replay, scaling
+from analysis import collectives, style, sweeps
+from analysis import interconnect as latencies
+from analysis.figures import breakdown, interconnect, quality, rate, replay, scaling
 from analysis.figures.save import about, caption, save, write_caption
 from tessa.errors import UserError
 
@@ -20,7 +21,7 @@ __all__ = ["EXPERIMENTS", "Drawn", "caption", "draw", "draw_all", "only_referenc
 
 EXPERIMENTS = (
     "tp_scaling", "adapter_count", "popularity", "rate_sweep", "trace_replay", "budget_sweep", "batch_sweep",
-    "breakdown", "quality", "layer_step", "interconnect", "projection",
+    "breakdown", "quality", "layer_step", "interconnect", "projection", "collectives",
 )  # fmt: skip
 DIRTY = "uncommitted"
 """Status of rows that a reference figure leaves out: the tree had uncommitted changes, or its commit is unknown."""
@@ -83,6 +84,8 @@ def _figures(part: pd.DataFrame, results: Path, notes: dict[str, object]) -> dic
         notes["breakdown_rule"] = breakdown.RULE
         figure = breakdown.split(part)
         return {"": figure if figure is not None else scaling.over_tp(part)}
+    if experiment == "interconnect" and len(latencies.predictions(part)):
+        return {"": interconnect.against_latency(part, notes)}
     sweep = sweeps.SWEEPS.get(experiment)
     # One value is no sweep; the bars say more.
     if sweep is None or sweep.x not in part or part[sweep.x].isna().all():
@@ -118,7 +121,7 @@ def draw_all(
                 said = _study("quality", "measured", results)
                 done.paths.append(save(figure, folder, "quality", said))
                 continue
-        elif experiment in ("layer_step", "projection"):
+        elif experiment in ("layer_step", "projection", "collectives"):
             try:
                 done.paths += _draw_study(experiment, results, folder)
                 continue
@@ -144,8 +147,13 @@ def draw_all(
 def _draw_study(experiment: str, results: Path, folder: Path) -> list[Path]:
     from analysis import layer_step, projection
 
-    module, kind = (layer_step, "emulated") if experiment == "layer_step" else (projection, "modelled")
-    paths = [path for path in module.draw(results, folder) if path.suffix == ".png"]
+    studies = {
+        "layer_step": (layer_step.draw, "emulated"),
+        "projection": (projection.draw, "modelled"),
+        "collectives": (collectives.draw, "measured"),
+    }
+    draw_them, kind = studies[experiment]
+    paths = [path for path in draw_them(results, folder) if path.suffix == ".png"]
     for path in paths:
         write_caption(folder, path.stem, _study(experiment, kind, results))
     return paths
@@ -164,7 +172,9 @@ def _study(experiment: str, kind: str, results: Path) -> dict[str, object]:
     return {
         "experiment": experiment,
         "caption": caption,
-        "command": f"python run.py experiment={experiment}",
+        "command": collectives.COMMAND
+        if experiment == collectives.FOLDER
+        else f"python run.py experiment={experiment}",
         "redraw": "python -m analysis figures",
         "provenance": [kind],
         "commits": commits,

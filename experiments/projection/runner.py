@@ -17,9 +17,10 @@ import pandas as pd
 from experiments.projection.bands import COLLECTIVE_RATIO, LAYER_RATIO, cost_estimate, speedup_estimate
 from experiments.projection.bands import step_estimate as estimate
 from experiments.projection.hardware import ADAPTER_KERNELS, ADAPTER_KERNELS_FAST, ADAPTER_KERNELS_SLOW, HOST
+from experiments.projection.ops import BYTES
 from experiments.projection.reference import find_reference
 from experiments.projection.shapes import fused_linears, model_shape
-from experiments.projection.step import Setting, step_time, with_prefill_share
+from experiments.projection.step import Setting, StepTime, step_time, with_prefill_share
 from experiments.projection.validate import layer_op_errors, slora_errors, validation
 from tessa.errors import UserError
 
@@ -50,6 +51,7 @@ class ProjectionSpec:
     distincts: Sequence[int] = (1, 2, 4, 8, 16, 32)
     residents: Sequence[int] = (8, 16, 32, 64, 128, 256)
     prefill_shares: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98)
+    added_latencies_us: Sequence[float] = (0.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
 
 
 def _splits(model: str, tp: int) -> bool:
@@ -81,6 +83,8 @@ def _sweeps(spec: ProjectionSpec) -> Iterator[tuple[str, float, Setting]]:
                 yield "resident", resident, replace(start, resident=resident)
             for share in spec.prefill_shares:
                 yield "prefill_share", share, with_prefill_share(start, share)
+            for added in spec.added_latencies_us if spec.sweep_tp > 1 else ():
+                yield "added_latency_us", added, replace(start, added_latency_s=added * 1e-6)
 
 
 def parameter_share(setting: Setting) -> float:
@@ -88,6 +92,23 @@ def parameter_share(setting: Setting) -> float:
     shape = model_shape(setting.model)
     parts = [p for linear in fused_linears(shape, 1) for p in linear.parts if p.name in setting.modules]
     return sum(setting.rank * (p.d_in + p.d_out) for p in parts) / shape.layer_weights
+
+
+def rank_weight_bytes(setting: Setting) -> float:
+    """Bytes of the linear layers' weights on one rank."""
+    shape = model_shape(setting.model)
+    one = sum(linear.rank_out * linear.rank_in for linear in fused_linears(shape, setting.tp))
+    return float(BYTES * shape.layers * one)
+
+
+def communication_share(time: StepTime) -> dict[str, float]:
+    """Share of the step that the adapters' collectives take, with the band of the collectives' errors."""
+    rest = time.total_s - time.adapter_comm_s
+    ends = {"comm_share": 1.0, "comm_share_low": COLLECTIVE_RATIO[1], "comm_share_high": COLLECTIVE_RATIO[0]}
+    return {
+        name: time.adapter_comm_s / ratio / (rest + time.adapter_comm_s / ratio)
+        for name, ratio in ends.items()
+    }
 
 
 def row(backend: str, setting: Setting) -> dict[str, object]:
@@ -137,6 +158,8 @@ def row(backend: str, setting: Setting) -> dict[str, object]:
         "collective_bytes_per_step": time.adapter_collective_bytes,
         "adapter_bytes_per_rank": time.adapter_bytes,
         "parameter_share": parameter_share(setting),
+        "rank_parameter_share": time.adapter_bytes / load.used / rank_weight_bytes(setting),
+        **communication_share(time),
         "mode": time.mode,
     }
 
@@ -172,7 +195,7 @@ def run(
     cells: pd.DataFrame | None = None,
     reference_dir: str | Path | None = None,
 ) -> Path:
-    """Writes the projection's files under `out_dir` and returns it. `cells`: measured cells for the fourth check."""
+    """Writes the projection's files under `out_dir` and returns it. `cells`: see `validation`."""
     out = Path(out_dir)
     out.mkdir(parents=True, exist_ok=True)
     frame = project(spec)

@@ -9,9 +9,11 @@ from experiments.projection.backends import AdapterLoad, AdapterWork, bound_s, l
 from experiments.projection.collectives import all_gather_s, collective_s
 from experiments.projection.hardware import ADAPTER_KERNELS, HOST, AdapterKernelConstants, gpu_named
 from experiments.projection.ops import BYTES, attention_s, elementwise_s, matmul_s
-from experiments.projection.shapes import ALL_MODULES, fused_linears, model_shape, vocab_on_rank
+from experiments.projection.shapes import ALL_MODULES, FUSED, fused_linears, model_shape, vocab_on_rank
 from tessa.errors import UserError
 
+# Per layer an all-reduce after o and one after down; per step one of the embeddings and the gather of the logits.
+LAYER_COLLECTIVES, STEP_COLLECTIVES = 2, 2
 # norm, qkv, rope, cache write, attention, o; norm, gate+up, activation, down; two residual adds.
 BASE_KERNELS = 12
 
@@ -23,7 +25,7 @@ class Setting:
     batch: sequences that decode one token each; context: their mean length; prefill_tokens: tokens of prompts
     in the same step, of prompts of `prefill_length`; distinct, resident, rank, modules: see `AdapterLoad`;
     graph: the step replays a CUDA graph (backends that cannot be captured run eagerly all the same); host_s:
-    host time per step that is not hidden.
+    host time per step that is not hidden; added_latency_s: wait before every collective, of all backends alike.
     """
 
     model: str
@@ -40,6 +42,7 @@ class Setting:
     custom_all_reduce: bool = True
     graph: bool = True
     host_s: float = 0.0
+    added_latency_s: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -98,7 +101,21 @@ def base_times(setting: Setting) -> tuple[float, float]:
     rows = max(1, setting.batch + setting.prefill_tokens // setting.prefill_length)
     head = float(matmul_s(gpu, rows, vocab_on_rank(shape, tp), shape.hidden))
     gather = all_gather_s(gpu, tp, BYTES * rows * shape.vocab)
-    return shape.layers * layer + head, shape.layers * 2 * reduce + gather
+    comm = (LAYER_COLLECTIVES * shape.layers + 1) * reduce + gather
+    return shape.layers * layer + head, comm + base_collectives(shape.layers, tp) * setting.added_latency_s
+
+
+def base_collectives(layers: int, tp: int) -> int:
+    """Collectives of the base model in one step, on one rank of `tp`."""
+    return LAYER_COLLECTIVES * layers + STEP_COLLECTIVES if tp > 1 else 0
+
+
+def adapter_collectives(backend: str, layers: int, tp: int, modules: tuple[str, ...] = ALL_MODULES) -> int:
+    """Collectives that a backend's adapters add to a step: one for each product of a layer that they touch, if any."""
+    if backend != "slora" or tp < 2:
+        return 0
+    touched = [f for f in FUSED if any(name in modules for name in f)]
+    return layers * len(touched)
 
 
 @lru_cache(maxsize=65536)
@@ -112,7 +129,7 @@ def step_time(
     base, base_comm = base_times(setting)
     load = setting.load()
     work: AdapterWork = layer_work(backend, gpu, shape, setting.tp, load, constants)
-    comm = sum(
+    comm = len(work.collectives) * setting.added_latency_s + sum(
         collective_s(gpu, setting.tp, kind, size, setting.custom_all_reduce)
         for kind, size in work.collectives
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import nnls
 
+from experiments.projection import own_cells
 from experiments.projection.backends import ALL_MODULES
 from experiments.projection.calibrate import (
     CALIBRATION_MODEL,
@@ -26,7 +25,6 @@ from experiments.projection.step import Setting, step_time
 
 # arXiv 2510.23346, abstract: BD-LoRA over S-LoRA on eight A100, the most over its batches and ranks.
 BD_LORA_SPEEDUP = {"llama-3.1-8b": 1.63, "llama-3.1-70b": 1.79}
-MIN_CELLS = 8
 
 
 def layer_op_errors(reference: Path) -> pd.DataFrame:
@@ -93,6 +91,15 @@ def slora_errors(reference: Path) -> pd.DataFrame:
     return frame.assign(error_points_without_communication=100 * without)
 
 
+def base_only_repeats(reference: Path) -> float:
+    """Largest relative difference of base-only throughputs that differ in the number of unused adapters alone.
+
+    The figure measured them anew for each; what they differ by is the noise of everything in it.
+    """
+    groups = slora_figure(reference).groupby(["model", "gpus"]).base_only
+    return float((groups.max() / groups.min() - 1).max())
+
+
 def bd_lora_speedup(model: str, modules: tuple[str, ...] = ALL_MODULES) -> float:
     """The most that BD-LoRA gains over S-LoRA on eight A100 over batches 1 to 128 and ranks 16 to 128."""
     best = 0.0
@@ -104,52 +111,18 @@ def bd_lora_speedup(model: str, modules: tuple[str, ...] = ALL_MODULES) -> float
     return best
 
 
-_COUNTS = ["adapter_kernels_per_step", "adapter_bytes_per_rank", "collectives_per_step"]
-_CELL = ["experiment", "model", "dtype", "tp", "workload_hash", "num_adapters", "request_rate"]
-
-
-def measured_cells_errors(cells: pd.DataFrame) -> pd.DataFrame | None:
-    """Held-out errors of the model's form on this machine's own cells; None where they do not suffice.
-
-    The extra time of a backend over `base` in the same cell is taken as (cost per kernel) x kernels + (cost
-    per byte) x bytes + (cost per collective) x collectives, three constants of the machine, not negative,
-    fitted on half of the cells (by a hash of their key) and tested on the other half. Cells without counters
-    are left out.
-    """
-    needed = {*_CELL, *_COUNTS, "backend", "status", "provenance", "output_tokens_per_s", "repeat"}
-    if cells.empty or not needed <= set(cells.columns):
-        return None
-    good = cells[(cells.status == "complete") & (cells.provenance == "measured")]
-    good = good[good.output_tokens_per_s > 0].assign(seconds=1 / good.output_tokens_per_s)
-    means = good.groupby([*_CELL, "backend"], dropna=False)[["seconds", *_COUNTS]].median().reset_index()
-    base = means[means.backend == "base"].set_index(_CELL)[["seconds", "collectives_per_step"]]
-    joined = means[means.backend != "base"].join(base.add_suffix("_base"), on=_CELL, how="inner")
-    joined["extra_collectives"] = joined.collectives_per_step - joined.collectives_per_step_base.fillna(0)
-    joined = joined.dropna(subset=[*_COUNTS, "seconds_base"])
-    if len(joined) < MIN_CELLS:
-        return None
-    keys = ["|".join(map(str, key)) for key in joined[[*_CELL, "backend"]].itertuples(index=False)]
-    held = np.array([zlib.crc32(key.encode()) % 2 == 1 for key in keys])
-    if held.all() or not held.any():
-        return None
-    x = joined[["adapter_kernels_per_step", "adapter_bytes_per_rank", "extra_collectives"]].to_numpy(float)
-    scale = np.maximum(np.abs(x[~held]).max(axis=0), 1e-30)
-    weight = 1 / joined.seconds.to_numpy()
-    target = (joined.seconds - joined.seconds_base).to_numpy()
-    cost, _ = nnls((x / scale * weight[:, None])[~held], (target * weight)[~held])
-    predicted = joined.seconds_base + (x / scale) @ cost
-    return joined.assign(predicted_s=predicted, ratio=predicted / joined.seconds)[held]
-
-
 def _absolute(ratio: pd.Series) -> pd.Series:
     return (ratio - 1).abs()
 
 
 def validation(
     cells: pd.DataFrame | None = None, reference_dir: str | Path | None = None
-) -> dict[str, float | int | None]:
-    """All errors as one flat dict; None where the data for an entry is absent. Relative errors are shares."""
-    out: dict[str, float | int | None] = dict.fromkeys(
+) -> dict[str, float | int | str | None]:
+    """All errors as one flat dict; None where the data for an entry is absent. Relative errors are shares.
+
+    `cells`: rows of `experiments.projection.own_cells.points`.
+    """
+    out: dict[str, float | int | str | None] = dict.fromkeys(
         (
             "layer_ops_median_error",
             "layer_ops_p90_error",
@@ -168,9 +141,13 @@ def validation(
             "slora_loss_median_error_points",
             "slora_loss_with_communication_worst_error_points",
             "slora_loss_without_communication_worst_error_points",
+            "slora_loss_2_gpus_worst_error_points",
+            "slora_loss_4_gpus_worst_error_points",
+            "slora_base_only_repeat_difference",
             "measured_cells_median_error",
             "measured_cells_worst_error",
             "measured_cells",
+            "measured_cells_reason",
         )
     )
     reference = find_reference(reference_dir)
@@ -185,6 +162,7 @@ def validation(
         with_comm = slora.error_points.abs()
         without_comm = slora.error_points_without_communication.abs()
         points = pd.concat([with_comm, without_comm])
+        gpus = pd.concat([slora.gpus, slora.gpus])
         out |= {
             "layer_ops_median_error": float(held.median()),
             "layer_ops_p90_error": float(held.quantile(0.9)),
@@ -203,11 +181,14 @@ def validation(
             "slora_loss_median_error_points": float(points.median()),
             "slora_loss_with_communication_worst_error_points": float(with_comm.max()),
             "slora_loss_without_communication_worst_error_points": float(without_comm.max()),
+            "slora_loss_2_gpus_worst_error_points": float(points[gpus == 2].max()),
+            "slora_loss_4_gpus_worst_error_points": float(points[gpus == 4].max()),
+            "slora_base_only_repeat_difference": base_only_repeats(reference),
         }
     for model, published in BD_LORA_SPEEDUP.items():
         out[f"bd_lora_over_slora_{model}_published"] = published
         out[f"bd_lora_over_slora_{model}_modelled"] = bd_lora_speedup(model)
-    errors = measured_cells_errors(cells) if cells is not None else None
+    errors, out["measured_cells_reason"] = own_cells.errors(cells)
     if errors is not None:
         cell_errors = _absolute(errors.ratio)
         out["measured_cells_median_error"] = float(cell_errors.median())

@@ -1,0 +1,121 @@
+"""Collectives of this machine's ranks beside the alpha-beta model: table, errors, figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analysis import style
+from experiments.projection.links import per_layer, predict
+from tessa.errors import UserError
+
+# `style` chooses the backend without a display; pyplot must come after it.
+import matplotlib.pyplot as plt  # isort: skip
+
+FOLDER = "collectives"
+COMMAND = "python -m experiments.bench_collectives"
+COLOURS = {"all_reduce": "#0072B2", "all_gather": "#E69F00", "gather": "#009E73"}
+NAMES = {"shm": "shared memory", "gloo": "gloo, loopback", "gloo_netns": "gloo, two network namespaces"}
+
+
+def read(results_dir: str | Path) -> pd.DataFrame:
+    """The stored rows; UserError names the command that makes them."""
+    path = Path(results_dir) / FOLDER / "rows.csv"
+    if not path.is_file():
+        raise UserError(f"no timed collectives at {path}; make them with: {COMMAND}")
+    return pd.read_csv(path)
+
+
+def errors(results_dir: str | Path) -> dict[str, float | int | None]:
+    """Relative errors on held-out sizes and messages, of ranks that have a core each, and of a layer's collectives.
+
+    All None where nothing is stored.
+    """
+    out: dict[str, float | int | None] = dict.fromkeys(
+        (
+            "collectives_median_error",
+            "collectives_worst_error",
+            "collectives_rows",
+            "collectives_layer_median_error",
+            "collectives_layer_worst_error",
+            "collectives_oversubscribed_median_error",
+        )
+    )
+    try:
+        found = predict(read(results_dir))
+    except UserError:
+        return out
+    shared = found.oversubscribed.astype(bool)
+    off = (found.ratio - 1).abs()[found.held_out.astype(bool)]
+    own, crowded = off[~shared], off[shared]
+    layers = per_layer(found[~shared])
+    if len(own):
+        layer_off = (layers.ratio - 1).abs()
+        out |= {
+            "collectives_median_error": float(own.median()),
+            "collectives_worst_error": float(own.max()),
+            "collectives_rows": len(own),
+            "collectives_layer_median_error": float(layer_off.median()),
+            "collectives_layer_worst_error": float(layer_off.max()),
+        }
+    if len(crowded):
+        out["collectives_oversubscribed_median_error"] = float(crowded.median())
+    return out
+
+
+def over_size(rows: pd.DataFrame) -> Figure:
+    """Time over message size, a panel per transport and a row per number of ranks; lines are the fits."""
+    found = predict(rows)
+    transports = [name for name in NAMES if (found.transport == name).any()]
+    ranks = sorted(found.ranks.unique())
+    figure, grid = plt.subplots(
+        len(ranks),
+        len(transports),
+        figsize=(style.TWO_COLUMNS, 2.0 * len(ranks) + 0.8),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
+    for i, n in enumerate(ranks):
+        for j, transport in enumerate(transports):
+            axes = grid[i][j]
+            mine = found[(found.ranks == n) & (found.transport == transport) & (found.backend == "sweep")]
+            for kind, colour in COLOURS.items():
+                one = mine[mine.kind == kind].sort_values("message_bytes")
+                x = one.message_bytes / 1024
+                axes.plot(
+                    x, one.predicted_s * 1e6, color=colour, lw=1, label=f"{kind.replace('_', '-')}, fit"
+                )
+                held = one.held_out.astype(bool)
+                axes.plot(x[~held], one.seconds[~held] * 1e6, "o", color=colour, ms=4, label="fitted")
+                axes.plot(
+                    x[held], one.seconds[held] * 1e6, "o", mfc="white", color=colour, ms=4, label="held out"
+                )
+            crowded = " (cores shared)" if bool(mine.oversubscribed.astype(bool).any()) else ""
+            axes.set_title(f"{NAMES[transport]}, {n} ranks{crowded}")
+            axes.set(xscale="log", yscale="log")
+            if i == len(ranks) - 1:
+                axes.set_xlabel("message (KiB)")
+            if j == 0:
+                axes.set_ylabel("µs")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(f"Measured on {rows.machine.iloc[0]}; alpha-beta fitted to the filled points", fontsize=8)
+    return figure
+
+
+def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
+    """The figure as PNG and PDF; returns the paths."""
+    out = Path(out_dir)
+    rows = read(results_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(style.RC):
+        figure = over_size(rows)
+        paths = [out / f"collectives.{suffix}" for suffix in ("png", "pdf")]
+        for path in paths:
+            figure.savefig(path)
+    plt.close(figure)
+    return paths

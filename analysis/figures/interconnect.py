@@ -1,0 +1,79 @@
+"""Throughput over a latency added to every collective: measured so, predicted, and the slopes beside the counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import interconnect, style
+from analysis.figures import marks
+
+# `style` chooses the backend without a display; pyplot must come after it.
+import matplotlib.pyplot as plt  # isort: skip
+
+LABEL = "latency added to each collective (ms)"
+
+
+def against_latency(part: pd.DataFrame, notes: dict[str, Any]) -> Figure:
+    """Three panels; the caption's `notes` get slopes, counts and crossings."""
+    found, slopes = interconnect.predictions(part), interconnect.slopes(part)
+    notes["slopes"] = slopes.round(3).to_dict("records")
+    for column in ("measured", "predicted"):
+        notes[f"crossings_{column}"] = interconnect.crossings(found, column)
+    figure, (left, middle, right) = plt.subplots(
+        1, 3, figsize=(style.TWO_COLUMNS, 2.9), layout="constrained", width_ratios=(1, 1, 0.8)
+    )
+    middle.sharey(left)
+    scaled = part.assign(added_latency_ms=part[interconnect.X] / 1e3)
+    values = sorted(scaled["added_latency_ms"].dropna().unique())
+    marks.lines(left, scaled, interconnect.SPEED, "added_latency_ms", values)
+    _ticks(left, values)
+    left.set_title("emulated: real engines that wait")
+    for variant, mine in found.groupby("variant", sort=False):
+        middle.plot(
+            mine[interconnect.X] / 1e3,
+            mine.predicted,
+            color=style.colour(str(variant)),
+            marker=style.MARKERS.get(str(variant).partition(":")[0], "o"),
+            markerfacecolor="white",
+            markersize=4,
+            linewidth=1.1,
+            linestyle=style.LINES["modelled"],
+        )
+    _ticks(middle, values)
+    middle.set_title("modelled from 0 ms and the collectives")
+    _slopes(right, slopes)
+    marks.legend(figure, part, as_lines=True)
+    marks.footer(figure, part, f"TP {part['tp'].iloc[0]}")
+    return figure
+
+
+def _ticks(axes: Axes, values: list[float]) -> None:
+    """A linear axis from 0, on which a cost per collective is a straight line in time; close ticks are left out."""
+    kept: list[float] = []
+    for value in reversed(values):
+        if not kept or kept[-1] - value > 0.12 * max(values):
+            kept.append(value)
+    axes.set_xticks(kept, [f"{value:g}" for value in kept])
+    axes.set_xlabel(LABEL, fontsize=7)
+
+
+def _slopes(axes: Axes, slopes: pd.DataFrame) -> None:
+    top = 1.15 * float(np.nanmax([1.0, *slopes.counted, *slopes.slope]))
+    axes.plot([0, top], [0, top], color="black", lw=0.7)
+    for variant, counted, slope in zip(slopes.variant, slopes.counted, slopes.slope, strict=True):
+        axes.plot(
+            [float(counted)],
+            [float(slope)],
+            marker=style.MARKERS.get(str(variant).partition(":")[0], "o"),
+            color=style.colour(str(variant)),
+            ls="none",
+            ms=6,
+        )
+    axes.set(xlim=(0, top), ylim=(0, top), xlabel="collectives of a step, counted")
+    axes.set_ylabel("slope of a step's time")
+    axes.set_title("step time per added latency")
