@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from experiments import claims
+
+_SCRATCH = re.compile(r"tessa-engine-([0-9a-f]{12}\.\d+)-\w+")
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM 0.32.0 accepts for ``max_lora_rank``."""
@@ -67,10 +74,31 @@ def cpu_env(tp: int, threads: int | None = None) -> dict[str, str]:
     per_rank = threads or max(1, len(cores) // tp)
     shares = [[cores[(rank * per_rank + i) % len(cores)] for i in range(per_rank)] for rank in range(tp)]
     return {
+        **preload_env(),
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_PLUGINS": "tessa",
+        # Kept kernels are loaded at once; with it, every start runs the C++ preprocessor to see whether they fit.
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
     }
+
+
+def preload_env() -> dict[str, str]:
+    """PyTorch's OpenMP library, preloaded: without it threads that are bound to cores share one of them.
+
+    vLLM does this for processes that it spawns; the engine's processes here are forked (see `child`).
+    """
+    torch = importlib.util.find_spec("torch")
+    folders = [Path(f) for f in (torch.submodule_search_locations or [])] if torch else []
+    found = sorted(
+        lib
+        for f in folders
+        for lib in [*f.glob("lib/libgomp*.so*"), *f.parent.glob("torch.libs/libgomp*.so*")]
+    )
+    given = os.environ.get("LD_PRELOAD", "")
+    if not found or any(name in given for name in ("libgomp", "libomp", "libiomp")):
+        return {}
+    return {"LD_PRELOAD": f"{given}:{found[0]}" if given else str(found[0])}
 
 
 COMMON_ENV = {
@@ -82,7 +110,16 @@ COMMON_ENV = {
 }
 
 
-LONGEST_SCRATCH = 60  # the path of a socket holds 107 characters, and vLLM's names take 37
+LONGEST_SCRATCH = 69  # the path of a socket holds 107 characters, and vLLM's names take 37
+
+
+def new_scratch() -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder for one engine. Those of runs that were killed are removed on the way."""
+    for folder in Path(tempfile.gettempdir()).glob("tessa-engine-*"):
+        owner = _SCRATCH.fullmatch(folder.name)
+        if owner is not None and claims.owner_is_dead(owner[1]):
+            shutil.rmtree(folder, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=f"tessa-engine-{claims.owner_tag()}-")
 
 
 def scratch_env(folder: str) -> dict[str, str]:
