@@ -245,11 +245,29 @@ def run(transports: Sequence[str], tps: Sequence[int], out: Path, rounds: int) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tp", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
-    parser.add_argument("--out", type=Path, default=Path("results/collectives"))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench_collectives", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--tp", type=int, nargs="+", default=[2, 4], help="ranks of each group (default 2 4)")
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=TRANSPORTS,
+        default=list(TRANSPORTS),
+        help="how ranks reach each other (default: all)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/collectives"),
+        help="folder of the tables (default %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=ROUNDS,
+        help="times that all sizes are gone through (default %(default)s)",
+    )
     parser.add_argument("--rank-file", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.rank_file is not None:

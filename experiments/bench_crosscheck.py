@@ -234,11 +234,16 @@ def describe(frame: pd.DataFrame) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="This harness beside vLLM's own benchmarks, same requests.")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench_crosscheck",
+        description="This harness beside vLLM's own benchmarks, same requests.",
+    )
     parser.add_argument("--model", default="small", help="a generated model: tiny or small (default)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds of the two, alternating (default %(default)s)"
+    )
+    parser.add_argument("--requests", type=int, default=64, help="requests of a round (default %(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
     parser.add_argument("--json", type=Path, help="also write every round and the table to this file")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that engines are stopped

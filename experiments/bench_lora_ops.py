@@ -79,8 +79,11 @@ def compare(tokens: int, slots: int, rank: int, prefill: bool, repeats: int) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="This project's LoRA ops for the CPU against vLLM's own.")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench_lora_ops",
+        description="This project's LoRA ops for the CPU against vLLM's own.",
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="timings of each point (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="two points, to see that it runs")
     parser.add_argument("--out", type=Path, help="also write the table as CSV")
     arguments = parser.parse_args(argv)

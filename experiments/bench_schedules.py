@@ -170,13 +170,18 @@ def points(quick: bool) -> list[tuple[int, int, int]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Cost of resident slots and distinct adapters, wide and segmented."
+        prog="python -m experiments.bench_schedules",
+        description="Cost of resident slots and distinct adapters, wide and segmented.",
     )
-    parser.add_argument("--model", default="small")
-    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument(
+        "--model", default="small", help="a file of conf/model without .yaml (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, help="the shapes of one rank of so many (default %(default)s)"
+    )
     parser.add_argument("--rank", type=float, default=4, help="rank-equivalent of every adapter")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=15, help="timings of each point (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="two points, to see that it runs")
     parser.add_argument("--out", type=Path, help="also write one row per layer and point as CSV")
     arguments = parser.parse_args(argv)

@@ -205,23 +205,39 @@ def table(results: list[Measured]) -> str:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m experiments.bench_training", description=__doc__)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument(
+        "--hidden", type=int, default=512, help="hidden size of the model (default %(default)s)"
+    )
     parser.add_argument("--intermediate", type=int, default=None, help="default: 11/4 of hidden")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="its layers (default %(default)s)")
     parser.add_argument("--gqa", type=int, default=2, help="query heads per KV head")
-    parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--vocab", type=int, default=4096, help="its vocabulary (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a step (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence (default %(default)s)")
     parser.add_argument("--rank", type=int, default=16, help="LoRA's rank and TESSA's rank-equivalent")
-    parser.add_argument("--placement", nargs="+", default=["across", "along"], choices=["across", "along"])
-    parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument(
+        "--placement",
+        nargs="+",
+        default=["across", "along"],
+        choices=["across", "along"],
+        help="of TESSA (default: both)",
+    )
+    parser.add_argument(
+        "--shards", type=int, default=8, help="segments of placement along (default %(default)s)"
+    )
     parser.add_argument(
         "--dtype", default="float32", choices=["float32", "bfloat16"], help="of the base weights"
     )
-    parser.add_argument("--autocast", default=None, choices=["bfloat16"])
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument(
+        "--autocast", default=None, choices=["bfloat16"], help="mixed precision of the step (default: none)"
+    )
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="recompute activations in the backward pass"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="timed steps of each method (default %(default)s)"
+    )
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default %(default)s)")
     parser.add_argument("--json", default=None, help="write all measurements to this file")
     args = parser.parse_args(argv)
     if args.rounds < 2:

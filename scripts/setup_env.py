@@ -228,7 +228,7 @@ def install(repo: Path, venv: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(prog="scripts/setup.sh", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--venv", type=Path, default=REPO / ".venv", help="folder of the environment")
     parser.add_argument("--status", action="store_true", help="print what is missing, change nothing")
     args = parser.parse_args(argv)

@@ -43,19 +43,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m experiments.layer_step", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for rows.csv and environment.json")
     parser.add_argument("--spec", type=Path, help="JSON file with the fields of LayerStepSpec")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--models", nargs="+")
-    parser.add_argument("--tps", nargs="+", type=int)
-    parser.add_argument("--backends", nargs="+")
-    parser.add_argument("--phases", nargs="+")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], help="auto: a GPU where there is one")
+    parser.add_argument("--models", nargs="+", help="shapes by name, such as llama-3.1-8b")
+    parser.add_argument("--tps", nargs="+", type=int, help="tensor-parallel degrees whose shards are timed")
+    parser.add_argument("--backends", nargs="+", help="such as base slora tessa tessa:wide")
+    parser.add_argument("--phases", nargs="+", help="decode, prefill")
+    parser.add_argument("--rounds", type=int, help="rounds in which the backends alternate")
+    parser.add_argument("--repeats", type=int, help="steps timed in a round")
     parser.add_argument("--budget-s", type=float, help="begin no further point after so many seconds")
     parser.add_argument(
         "--quick", action="store_true", help="tiny shapes and few steps, to try the script itself"
     )
     parser.add_argument("--force", action="store_true", help="measure rows again that are there and complete")
-    parser.add_argument("--no-table", action="store_true")
+    parser.add_argument("--no-table", action="store_true", help="print no table at the end")
     return parser.parse_args(argv)
 
 

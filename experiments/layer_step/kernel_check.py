@@ -56,8 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.layer_step.kernel_check", description=__doc__
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
-    parser.add_argument("--budget-s", type=float, default=120.0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True, help="where the kernels run")
+    parser.add_argument(
+        "--budget-s", type=float, default=120.0, help="begin no further case after so many seconds"
+    )
     args = parser.parse_args(argv)
     return 0 if check(args.device, args.budget_s) else 1
 

@@ -74,5 +74,5 @@ def table(frame: pd.DataFrame) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m experiments.layer_step.rows", description=table.__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="folder with rows.csv")
     print(table(RowFile(parser.parse_args().folder).frame()))

@@ -43,7 +43,7 @@ def measure(rate: float, seconds: float, spin_s: float = 0.0, seed: int = 0) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.measure.selfcheck")
+    parser = argparse.ArgumentParser(prog="python -m experiments.measure.selfcheck", description=__doc__)
     parser.add_argument("--rate", type=float, default=100.0, help="requests/s (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="default %(default)s")
     parser.add_argument(
