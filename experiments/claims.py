@@ -36,7 +36,9 @@ class Claim:
     def release(self) -> None:
         content = _read(self.path)
         if content is not None and content.get("token") == self.token:
-            self.path.unlink(missing_ok=True)
+            # Where it cannot be removed (a disk that became read-only), it is stale as soon as this process ends.
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
 
 def acquire(path: Path) -> Claim | None:

@@ -22,6 +22,7 @@ from rich.progress import (
 from experiments.grid import Cell
 
 TAIL_LINES = 12
+LINE_WIDTH = 300
 
 
 class Console:
@@ -52,6 +53,11 @@ class Console:
             self._task = self._progress.add_task("", total=rounds)
             self._progress.start()
 
+    @property
+    def live(self) -> bool:
+        """Whether there is a bar to show small steps in; elsewhere each would be a line."""
+        return self._progress is not None
+
     def phase(self, backend: str, phase: str) -> None:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=escape(f"{backend}: {phase}"))
@@ -70,7 +76,7 @@ class Console:
         """One cell did not complete: why, the end of its log, and where the rest is."""
         self.note(f"{cell.variant} at tp={cell.identity['tp']}: {summary['status']}: {summary['reason']}")
         for line in tail(folder / (summary["log"] or "")):
-            self.note(f"    | {line}")
+            self.note(f"    | {line[:LINE_WIDTH]}")
         self.note(f"    log: {folder / summary['log'] if summary['log'] else 'none'}")
 
     def stop(self) -> None:

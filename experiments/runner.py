@@ -30,7 +30,7 @@ MOST_CRASHES = 2
 
 class Engine(Protocol):
     """An engine in its own process group. Every method but `stop` may raise an error that has `kind`
-    ("failed" | "timeout"), `reason` and perhaps `traceback`; any other exception counts as "failed"."""
+    ("failed" | "timeout"), `reason` and perhaps `traceback` and `records`; any other exception counts as "failed"."""
 
     def start(self, timeout_s: float) -> None: ...
     def gate(self, options: dict[str, Any]) -> dict[str, Any]:

@@ -230,7 +230,9 @@ def _disk_errors(folder: Path) -> Iterator[None]:
             errno.EPERM: "no permission to write there. Choose another folder with paths.results=...",
             errno.ENOTDIR: "a part of that path is a file. Choose another folder with paths.results=...",
             errno.EEXIST: "a file is in the way. Choose another folder with paths.results=...",
-        }.get(error.errno or 0)
-        if advice is None:
-            raise
+            errno.EFBIG: "a file would be larger than this process may write (ulimit -f). Raise the limit.",
+        }.get(
+            error.errno or 0,
+            f"{error.strerror or error}. Finished cells are kept; run again once it is mended.",
+        )
         raise UserError(f"cannot write results to {folder}: {advice}") from error

@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -29,8 +28,8 @@ from typing import Any
 from experiments import models, provenance
 from experiments.engine.nodes import Lines, keep_alive, meeting_file, network_env
 from experiments.engine.parent import root_cause
-from experiments.engine.processes import ProcessTree
-from experiments.engine.setup import COMMON_ENV, EngineSetup, cpu_env, scratch_env
+from experiments.engine.processes import MARK, ProcessTree
+from experiments.engine.setup import COMMON_ENV, EngineSetup, cpu_env, new_scratch, scratch_env
 
 FOLLOWER = "experiments.engine.follower"
 TAIL_LINES = 40
@@ -43,7 +42,7 @@ class Share:
 
     def __init__(self, message: dict[str, Any], address: str) -> None:
         self.name = message["engine"]
-        self._scratch = tempfile.TemporaryDirectory(prefix="tessa-engine-")
+        self._scratch = new_scratch()
         folder = Path(self._scratch.name)
         setup = EngineSetup.from_json(message["setup"])
         for needed in (setup.model, *setup.adapters):
@@ -63,6 +62,7 @@ class Share:
             **setup.env,
             **(cpu_env(local) if setup.device == "cpu" else {}),
             **network_env(address),
+            MARK: self._scratch.name,
         }
         (folder / "arguments.json").write_text(json.dumps(arguments))
         self.log = folder / "node.log"
@@ -75,7 +75,7 @@ class Share:
                 env=environment,
                 start_new_session=True,
             )
-        self.tree = ProcessTree(self.process.pid)
+        self.tree = ProcessTree(self.process.pid, self._scratch.name)
         self.descriptor = os.pidfd_open(self.process.pid)
 
     def how_it_ended(self) -> dict[str, str]:

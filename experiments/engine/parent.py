@@ -12,14 +12,13 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from baselines import get_backend
-from experiments.engine.processes import ProcessTree
-from experiments.engine.setup import COMMON_ENV, EngineSetup, scratch_env
+from experiments.engine.processes import MARK, ProcessTree
+from experiments.engine.setup import COMMON_ENV, EngineSetup, new_scratch, scratch_env
 
 DEFAULT_TIMEOUT_S = 900.0
 """Without an answer or a sign of life for so long, a child counts as hung."""
@@ -58,7 +57,7 @@ class EngineProcess:
     def __init__(self, setup: EngineSetup, log_path: Path) -> None:
         self.setup, self.log_path = setup, log_path
         self._process: subprocess.Popen[bytes] | None = None
-        self._scratch = tempfile.TemporaryDirectory(prefix="tessa-engine-")
+        self._scratch = new_scratch()
         self._commands: Any = None
         self._answers_fd: int | None = None
         self._buffer = b""
@@ -84,6 +83,7 @@ class EngineProcess:
             **os.environ,
             **scratch_env(self._scratch.name),
             **COMMON_ENV,
+            MARK: self._scratch.name,
             **self.setup.env,
         }
         with self.log_path.open("ab") as log:
@@ -98,7 +98,7 @@ class EngineProcess:
             )
         os.close(child_in)
         os.close(child_out)
-        self._tree = ProcessTree(self._process.pid)
+        self._tree = ProcessTree(self._process.pid, self._scratch.name)
         self._commands = os.fdopen(parent_out, "w")
         self._answers_fd = parent_in
         self.started = self._call("start", timeout_s=timeout_s)
@@ -242,13 +242,13 @@ class EngineProcess:
             code = self._process.wait(5)
         except subprocess.TimeoutExpired:
             code = None
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
+        if code is None:
+            what = "the engine's process no longer answers, though it lives"
+        else:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+            what = f"the engine's process ended with {how}"
         cause = root_cause(self.log_path)
-        return EngineError(
-            "failed",
-            f"{command}: the engine's process ended with {how}" + (f": {cause}" if cause else ""),
-            self.log_path,
-        )
+        return EngineError("failed", f"{command}: {what}" + (f": {cause}" if cause else ""), self.log_path)
 
 
 def root_cause(log_path: Path) -> str:

@@ -21,14 +21,17 @@ TRACKER_WAIT_S = 5.0
 PARK_WAIT_S = 5.0
 
 
-class ProcessTree:
-    """Every process of the session that ``leader`` leads, and descendants that left it.
+MARK = "TESSA_ENGINE"
+"""Environment variable by which a process is known that has left the session of its engine."""
 
-    Processes stay known when their parent has died.
+
+class ProcessTree:
+    """Every process of the session that ``leader`` leads, and those outside of it that descend from it or have
+    inherited ``mark``. Processes stay known when their parent has died.
     """
 
-    def __init__(self, leader: int) -> None:
-        self.leader = leader
+    def __init__(self, leader: int, mark: str) -> None:
+        self.leader, self.mark = leader, mark
         self._known: set[psutil.Process] = set()
         self._segments: set[str] = set()
 
@@ -45,6 +48,10 @@ class ProcessTree:
 
     def remember_shared_memory(self) -> None:
         """Note the shared memory in use, for the case that all processes die at once."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark:
+                    self._known.add(process)
         self._segments |= mapped(self.members())
 
     def send(self, number: int) -> None:

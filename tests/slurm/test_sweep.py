@@ -122,6 +122,19 @@ def test_the_plain_script_stops_in_order_and_is_queued_again(array, cluster, swe
     assert "interrupted: finished cells are stored" in text()
 
 
+def test_a_launcher_that_does_not_wait(array, cluster, sweeps, until, job_ids):
+    code, output = sweeps.run("-m", "adapters.seed=7", *SLURM, "hydra.launcher.wait=false")
+    assert code == 0
+    assert "not waiting for the jobs" in output
+    (job,) = job_ids(output)
+    until(
+        lambda: slurm.has_ended(cluster.run("squeue", "-h", "--states=all", "-o", "%T", f"--jobs={job}")),
+        "the end of the job",
+    )
+    code, output = sweeps.run("adapters.seed=7", mode="status")
+    assert "total: 2 complete" in output
+
+
 def test_an_array_in_which_everything_happens_ends_with_the_right_rows(array, array_sweeps, job_ids):
     output = array.communicate(timeout=1800)[0]
     print(output)

@@ -23,6 +23,7 @@ import pytest
 
 from analysis import load
 from experiments import cli
+from experiments.engine.processes import mapped
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -114,18 +115,32 @@ def hosts() -> Iterator[tuple[Host, Host]]:
             ip("netns", "del", name)
 
 
-def until(condition: Callable[[], object], process: subprocess.Popen[bytes], output: Path) -> None:
-    """Waits for a condition while `process` runs."""
-    give_up = time.monotonic() + PATIENCE_S
-    while not condition():
-        if process.poll() is not None and not condition():
-            pytest.fail(f"ended with {process.returncode}:\n{output.read_text()[-4000:]}")
-        assert time.monotonic() < give_up, output.read_text()[-4000:]
-        time.sleep(0.05)
+class Watch:
+    """Waits for conditions on two machines, and notes the shared memory that their processes use meanwhile."""
 
+    def __init__(self, hosts: tuple[Host, Host]) -> None:
+        self.hosts = hosts
+        self.segments: set[str] = set()
 
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+    def until(self, condition: Callable[[], object], process: subprocess.Popen[bytes], output: Path) -> None:
+        """Fails when `process` ends before the condition holds."""
+        give_up = time.monotonic() + PATIENCE_S
+        while not condition():
+            if process.poll() is not None and not condition():
+                pytest.fail(f"ended with {process.returncode}:\n{output.read_text()[-4000:]}")
+            assert time.monotonic() < give_up, output.read_text()[-4000:]
+            for pid in self.hosts[0].living() | self.hosts[1].living():
+                with contextlib.suppress(psutil.Error):
+                    self.segments |= mapped([psutil.Process(pid)])
+            time.sleep(0.1)
+
+    def nothing_is_left(self) -> None:
+        give_up = time.monotonic() + PATIENCE_S
+        while self.hosts[0].living() | self.hosts[1].living():
+            assert time.monotonic() < give_up, "processes are left"
+            time.sleep(0.1)
+        assert self.segments, "an engine without shared memory?"
+        assert not [name for name in self.segments if Path(name).exists()]
 
 
 def test_two_machines_answer_as_one(
@@ -133,7 +148,7 @@ def test_two_machines_answer_as_one(
 ) -> None:
     """Gate and greedy tokens of TESSA at TP 2 over two machines equal those of one."""
     first, second = hosts
-    before = shared_memory()
+    watch = Watch(hosts)
     probe, output, meeting = (
         str(Path(__file__).parent / "probe_engine.py"),
         tmp_path / "out",
@@ -151,11 +166,10 @@ def test_two_machines_answer_as_one(
         )
     finally:
         del os.environ["TESSA_NODES_FILE"]
-    until(lambda: leader.poll() == 0, leader, output)
+    watch.until(lambda: leader.poll() == 0, leader, output)
     assert other.wait(300) == 0, (tmp_path / "node").read_text()
     assert "the run is over" in (tmp_path / "node").read_text()
-    assert not first.living() | second.living()
-    assert shared_memory() <= before
+    watch.nothing_is_left()
     alone = subprocess.run(
         [sys.executable, probe, str(tmp_path / "one.json"), *common],
         cwd=repo_root,
@@ -188,7 +202,7 @@ def test_the_death_of_the_second_machine_is_a_row(
 ) -> None:
     """It dies in the second of two workloads. The first keeps its result, the second has the reason."""
     first, second = hosts
-    before = shared_memory()
+    watch = Watch(hosts)
     results, output, meeting = tmp_path / "results", tmp_path / "out", tmp_path / "run.json"
     os.environ["TESSA_NODES_FILE"] = str(meeting)
     try:
@@ -205,7 +219,7 @@ def test_the_death_of_the_second_machine_is_a_row(
         )
     finally:
         del os.environ["TESSA_NODES_FILE"]
-    until(lambda: list(results.glob("tp_scaling/[!.]*/summary.json")), run, output)
+    watch.until(lambda: list(results.glob("tp_scaling/[!.]*/summary.json")), run, output)
     other.send_signal(signal.SIGKILL)
     assert run.wait(PATIENCE_S) == cli.EXIT_FAILED, output.read_text()[-4000:]
     other.wait()
@@ -218,9 +232,5 @@ def test_the_death_of_the_second_machine_is_a_row(
     assert second.address in row["reason"]
     assert "was lost: the connection was closed" in row["reason"]
     assert (results / row["log"]).stat().st_size > 0
-    gone = time.monotonic() + PATIENCE_S
-    while first.living() | second.living():
-        assert time.monotonic() < gone, "processes are left"
-        time.sleep(0.1)
-    assert shared_memory() <= before
+    watch.nothing_is_left()
     assert not list((results / "tp_scaling" / ".claims").glob("*.claim"))
