@@ -19,7 +19,7 @@ BACKENDS = (
 )  # fmt: skip
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CPU_SCALE = 4
+CPU_SCALE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LayerStepSpec:
         rank: rank-equivalent budget. distinct: adapters in the step. resident: slots, None for as many as distinct.
         layers: layers in the timed stack; None: so many that their weights exceed the cache three times.
         base_fraction: share of the sequences that use no adapter.
-        scale: hidden size, head size, MLP width and prompts' length are divided by it; None: 1 on a GPU, 4 on the CPU.
+        scale: hidden size, head size, MLP width and prompts' length are divided by it; None: 1 on a GPU, 8 on the CPU.
             The rank stays, so adapters are a `scale` times larger share of the weights.
         interconnect: GPU whose links the collectives' model takes; None: the GPU that is measured, none on a CPU.
         rounds, repeats, round_s: backends take turns for `rounds` rounds, each of at most `repeats` steps and, after
