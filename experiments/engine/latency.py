@@ -23,7 +23,7 @@ def slope_of_steps(seen: Mapping[float, Sequence[Mapping[str, Any]]], tokens: in
 
     ``step_collectives``: all collectives of a decode step, the sampler's gather of logits included.
     ``latency_slope``: by how many times the added latency a step became longer; None without added latency.
-    Step times are lower quartiles: whatever else runs on the machine only makes steps longer.
+    Step times are the 5 % quantiles: whatever else runs on the machine only makes steps longer.
     """
     steps, collectives = {}, []
     for added, runs in seen.items():
@@ -32,7 +32,7 @@ def slope_of_steps(seen: Mapping[float, Sequence[Mapping[str, Any]]], tokens: in
             seconds, counts = step_times(run["marks"], tokens)
             times += seconds
             collectives += counts
-        steps[added] = sorted(times)[len(times) // 4] if times else None
+        steps[added] = sorted(times)[len(times) // 20] if times else None
     plain, most = steps.get(0.0), max(seen)
     added_s = steps[most]
     slope = (added_s - plain) / (most * 1e-6) if most > 0 and plain and added_s else None
