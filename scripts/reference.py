@@ -29,16 +29,26 @@ SHORT = ("tp=2", "model=small", "measure=demo", "backends=[base,slora,tessa]")
 
 @dataclass(frozen=True)
 class Step:
-    """One command. needs: a file below the traces' folder without which the step is left out."""
+    """One command. needs: a file below the traces' folder without which the step is left out. module: what is run
+    in place of `run.py experiment=...`; it takes the experiment's folder as `--out`."""
 
     experiment: str
     overrides: tuple[str, ...]
     minutes: float
     needs: str | None = None
+    module: str | None = None
 
     @property
     def command(self) -> list[str]:
+        if self.module is not None:
+            return ["-m", self.module, *self.overrides]
         return ["run.py", f"experiment={self.experiment}", *self.overrides]
+
+    def into(self, results: Path) -> list[str]:
+        """The command with the results' folder."""
+        if self.module is not None:
+            return [*self.command, "--out", str(results / self.experiment)]
+        return [*self.command, f"paths.results={results}"]
 
 
 AZURE = "AzureLLMInferenceTrace_conv.csv"
@@ -78,6 +88,7 @@ STEPS = (
         AZURE,
     ),
     Step("interconnect", (*SHORT, "grid.engine.added_latency_us=[0,200,1000]"), 4),
+    Step("collectives", ("--tp", "2"), 1, module="experiments.bench_collectives"),
     # Last, as it compares itself with the cells that were measured.
     Step("projection", (), 0.5),
 )
@@ -115,7 +126,7 @@ def refuse_dirty() -> None:
 
 def run(step: Step, environment: dict[str, str]) -> int:
     """One step as the user would type it; Ctrl-C reaches it too."""
-    command = [sys.executable, *step.command, f"paths.results={RUN}"]
+    command = [sys.executable, *step.into(RUN)]
     print(f"\n$ python {shlex.join(command[1:])}", flush=True)
     return subprocess.run(command, cwd=REPO, env=environment).returncode
 
