@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import style, sweeps
+from analysis import quality, style, sweeps
 from experiments.measure import metrics, stats
 
 SETTING = ("experiment", "model", "dtype", "device", "setting")
@@ -167,6 +167,10 @@ def render(frame: pd.DataFrame) -> str:
     """The table as text, one block per setting, the definitions below; says so when there is nothing."""
     if frame.empty:
         return "no stored cells"
+    if "method" in frame and frame["method"].notna().any():
+        trained = frame["method"].notna()
+        served = frame[~trained]
+        return "\n\n".join([quality.render(frame[trained]), *([render(served)] if len(served) else [])])
     table = end_table(frame)
     blocks = []
     for setting, part in table.groupby("setting", sort=False):

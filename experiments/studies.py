@@ -1,7 +1,7 @@
-"""Experiments that start no serving engine: `kind: projection` and `kind: layer_step`, each with its own settings.
+"""Experiments that start no serving engine: `kind: projection`, `layer_step` and `quality`, each with its own settings.
 
-Their settings stand under `study:` in the experiment's file and are the fields of `ProjectionSpec` and
-`LayerStepSpec`; an unknown one is an error.
+Their settings stand under `study:` in the experiment's file and are the fields of `ProjectionSpec`, `LayerStepSpec`
+and `QualitySpec`; an unknown one is an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def execute(config: RunConfig, mode: str = "run") -> int:
         raise UserError(
             f"tp={config.tp} is an engine's; experiment={config.name} takes study.tps=[{config.tp}]"
         )
-    run = {"projection": _projection, "layer_step": _layer_step}[config.kind]
+    run = {"projection": _projection, "layer_step": _layer_step, "quality": _quality}[config.kind]
     results = Path(config.paths.results).expanduser()
     return run(config, results, mode == "status" or config.dry_run)
 
@@ -96,6 +96,30 @@ def _layer_step(config: RunConfig, results: Path, looking: bool) -> int:
 
         for path in draw(results, results / "figures"):
             print(f"figure: {path}")
+    return status
+
+
+def _quality(config: RunConfig, results: Path, looking: bool) -> int:
+    from experiments import models, provenance
+    from experiments.quality import study
+    from experiments.quality.spec import QualitySpec, with_smoke
+
+    spec = spec_from(QualitySpec, with_smoke(config.study, config.measure.name))
+    cache = Path(config.paths.cache).expanduser() if config.paths.cache else models.default_cache()
+    status = study.run(
+        str(config.name),
+        spec,
+        results,
+        cache.absolute(),
+        provenance.device(),
+        looking,
+        config.only,
+        config.force,
+    )
+    if not looking:
+        from analysis.__main__ import report
+
+        report(results, str(config.name))
     return status
 
 

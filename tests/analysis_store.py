@@ -245,22 +245,66 @@ def traces(root: Path) -> None:
             write_requests(folder, arrivals, slow * rng.lognormal(0, 0.2, n))
 
 
-def quality(results: Path, gain: float = 0.0) -> None:
-    """Quality rows of three structures on two tasks; TESSA is better than LoRA by `gain`."""
+def quality(results: Path, gain: float = 0.0, params: float = 1.0) -> None:
+    """Trainings of three structures on two tasks; TESSA is better than LoRA by `gain`, at `params` times the budget."""
+    from experiments.quality.spec import QualitySpec, Structure, Trial, cell
+    from experiments.quality.study import summarise
+    from experiments.store import Store
+
     rng = np.random.default_rng(1)
-    rows: list[dict[str, Any]] = []
-    for task in ("base7_addition", "style_shift"):
-        for method, placement in (("lora", None), ("bd_lora", None), ("tessa", "across"), ("tessa", "along")):
-            for rank in (2, 4, 8, 16):
-                for seed in range(3):
-                    value = (
-                        0.6 + 0.05 * np.log2(rank) + gain * (method == "tessa") + 0.01 * rng.standard_normal()
-                    )
-                    rows.append({"method": method, "placement": placement, "rank_equivalent": rank, "seed": seed,
-                                 "task": task, "metric": "accuracy", "value": value, "trainable_params": 1000 * rank,
-                                 "status": "complete", "provenance": "measured"})  # fmt: skip
-        rows += [{"method": "full", "placement": None, "rank_equivalent": None, "seed": s, "task": task,
-                  "metric": "accuracy", "value": 0.9, "trainable_params": 10**6, "status": "complete",
-                  "provenance": "measured"} for s in range(3)]  # fmt: skip
-    (results / "quality").mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows).to_csv(results / "quality" / "rows.csv", index=False)
+    store, spec = Store(results, "quality"), QualitySpec()
+    structures = [Structure("full")] + [
+        Structure(method, *place, rank, "all")
+        for method, place in (
+            ("lora", (None, None)), ("bd_lora", (None, None)), ("tessa", ("across", "random")),
+            ("tessa", ("along", "random")),
+        )
+        for rank in (2, 4, 8, 16)
+    ]  # fmt: skip
+    for structure in structures:
+        for seed in range(3):
+            rank, ratio = structure.rank_equivalent, params if structure.method == "tessa" else 1.0
+            scores = [
+                {
+                    "task": task, "metric": "exact_match", "stderr": 0.02, "examples": 256, "split": "test",
+                    "value": 0.9 if rank is None else 0.6 + 0.05 * np.log2(rank) + gain * (structure.method == "tessa")
+                    + 0.01 * rng.standard_normal(),
+                }
+                for task in ("base7_addition", "style_shift")
+            ]  # fmt: skip
+            result = {
+                "scores": scores, "trainable_params": 10**6 if rank is None else int(1000 * rank * ratio),
+                "budget_ratio": None if rank is None else ratio, "training_s": 1.0, "train_loss": 0.1, "wall_s": 2.0,
+            }  # fmt: skip
+            made = cell("quality", spec, Trial(structure, 1e-3, seed, "test"), "cpu")
+            summary = summarise(made, {"event": "done", "result": result}, "s", "2026-01-01", CLEAN)
+            store.write(
+                made.name,
+                made.identity,
+                {**summary, "environment": {"git_start": CLEAN, "git_submit": CLEAN}},
+            )
+
+
+LAYER_START = {"tp": 4, "sequences": 8, "length": 16, "rank": 16, "distinct": 2, "resident": 2}
+
+
+def layer_step_rows() -> pd.DataFrame:
+    """Rows of a layer step: over TP, and along every axis from LAYER_START."""
+
+    def row(variant: str, sweep: str, cost: float, phase: str = "decode", **change: int) -> dict[str, Any]:
+        settings = {**LAYER_START, **change}
+        return {
+            "variant": variant, "model": "m", "phase": phase, "sweep": sweep, "status": "complete", **settings,
+            "tokens": settings["sequences"], "device": "gpu", "dtype": "bfloat16", "scale": 1,
+            "measured_at": "2026-01-01", "adapter_cost_kernels": cost, "adapter_cost_kernels_low": cost - 0.01,
+            "adapter_cost_kernels_high": cost + 0.01,
+        }  # fmt: skip
+
+    rows = []
+    for variant in ("base", "punica", "tessa", "tessa:wide"):
+        rows += [row(variant, "tp", 0.1 * tp, tp=tp) for tp in (1, 2, 4)]
+        rows += [row(variant, "batch", 0.3, sequences=n, distinct=min(2, n)) for n in (1, 32)]
+        rows += [row(variant, "distinct", 0.3, distinct=n, resident=n) for n in (1, 8)]
+        rows += [row(variant, "resident", 0.3, resident=8), row(variant, "rank", 0.3, rank=64)]
+        rows += [row(variant, "tp", 0.2, "prefill", tp=tp) for tp in (1, 4)]
+    return pd.DataFrame(rows)

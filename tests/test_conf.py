@@ -20,6 +20,7 @@ from experiments import cli, config, models
 from experiments.backends import known_backends, resolve
 from experiments.layer_step.spec import LayerStepSpec
 from experiments.projection.runner import ProjectionSpec
+from experiments.quality.spec import QualitySpec
 from experiments.studies import spec_from
 from tessa.errors import UserError
 
@@ -36,7 +37,7 @@ def kind(experiment: str) -> str:
 
 
 SERVING = [name for name in files("experiment") if kind(name) == "serving"]
-STUDIES = {"projection": ProjectionSpec, "layer_step": LayerStepSpec}
+STUDIES = {"projection": ProjectionSpec, "layer_step": LayerStepSpec, "quality": QualitySpec}
 NEED_TRACES = ("trace_replay",)
 OWN_GROUPS = ("adapters", "backend", "logger", "measure", "paths", "workload")
 

@@ -14,14 +14,14 @@ from analysis.claims import evidence, quality
 from analysis.claims.evidence import PROVENANCES, Evidence
 from analysis.claims.rules import CLAIMS, COMMON, NOT_TESTED, Claim
 from analysis.figures import only_reference
-from analysis.figures.quality import rows as quality_rows
+from analysis.quality import rows as quality_rows
 
 __all__ = ["CLAIMS", "as_json", "as_markdown", "as_text", "gather", "table"]
 
 
 def gather(frame: pd.DataFrame, results: Path) -> dict[str, list[Evidence]]:
     """All evidence by claim. Ablations with wrong outputs, and cells without a result, give none."""
-    serving = frame[frame["experiment"] != "quality"]
+    serving = frame[frame["method"].isna()] if "method" in frame else frame
     if "wrong_by_design" in serving:
         serving = serving[~serving["wrong_by_design"].fillna(False).astype(bool)]
     found = {
@@ -29,7 +29,7 @@ def gather(frame: pd.DataFrame, results: Path) -> dict[str, list[Evidence]]:
         "C2": evidence.lora_shares(_scaling_first(serving)),
         "C3": evidence.own_products(serving),
         "C4": evidence.own_collectives(serving),
-        "C5": quality.differences(quality_rows(results, frame)),
+        "C5": quality.differences(quality_rows(frame)),
         "C6": evidence.tessa_over_slora(_full_load(serving)),
     }
     for more in (evidence.from_layer_step(results), evidence.from_projection(results)):

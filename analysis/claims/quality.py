@@ -1,56 +1,36 @@
-"""Evidence of C5: TESSA against LoRA on the same task, budget and seeds."""
+"""Evidence of C5: TESSA's default structure against LoRA on the same task, budget, modules and seeds."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
+from analysis import quality
 from analysis.claims.evidence import Evidence
-from analysis.figures import quality
-from experiments.measure import stats
 
-MATCHED = 0.05
-DEFAULT = ("tessa across", "tessa")
+PREFERRED = ("tessa across random", "tessa across", "tessa")
 
 
 def differences(table: pd.DataFrame) -> list[Evidence]:
-    """One entry per task and budget: mean difference over seeds with its paired interval, of TESSA's default placement
-    where it was trained, else of the first. `reference` is 1 where TESSA's mean is within or above LoRA's interval.
+    """One entry per task and matched budget, in points: mean difference over seeds with its paired interval.
+
+    Of the structure that TESSA's configuration chooses by default, where it was trained, else of the first.
+    `reference` is 1 where TESSA's mean is within or above LoRA's interval.
     """
     if table.empty:
         return []
-    table = table.assign(structure=quality.structure(table))
-    ours = [s for s in (*DEFAULT, *sorted(table["structure"].unique())) if s in set(table["structure"])]
-    chosen = next((s for s in ours if s.startswith("tessa")), None)
-    if chosen is None:
-        return []
+    kinds = [k for k in (*PREFERRED, *quality.in_order(table["structure"])) if k in set(table["structure"])]
+    chosen = next((kind for kind in kinds if kind.startswith("tessa")), None)
     found = []
-    for (task, budget), rows in table.groupby(["task", "rank_equivalent"], sort=False):
-        both = {s: _by_seed(rows[rows["structure"] == s]) for s in ("lora", chosen)}
-        paired = pd.concat(both, axis=1, join="inner").dropna()
-        if len(paired) < 2 or not _matched(rows, chosen):
+    for point in quality.points(table):
+        if point.structure != chosen or point.difference is None or not point.matched:
             continue
-        difference = stats.t_interval((paired[chosen] - paired["lora"]).to_numpy())
-        lora = stats.t_interval(both["lora"].to_numpy())
-        inside = float(both[chosen].mean() >= lora.low)
-        setting = f"{task}, rank-equivalent {budget:g}, {chosen}, {len(paired)} seeds"
-        kind = str(rows["provenance"].iloc[0]) if "provenance" in rows else "measured"
+        change = point.difference
+        if change.n < 2 or not np.isfinite(change.low):
+            continue
+        setting = f"{point.task}, rank-equivalent {point.rank_equivalent:g}, {chosen}, {change.n} seeds"
+        values = (100 * change.centre, 100 * change.low, 100 * change.high)
         found.append(
-            Evidence(
-                "tessa", 1, difference.centre, difference.low, difference.high, kind, setting, False, inside
-            )
+            Evidence("tessa", 1, *values, point.provenance, setting, False, float(bool(point.inside)))
         )
     return found
-
-
-def _by_seed(rows: pd.DataFrame) -> pd.Series:
-    return rows.groupby("seed")["value"].mean()
-
-
-def _matched(rows: pd.DataFrame, chosen: str) -> bool:
-    """Trained parameters within 5 %, where they are recorded."""
-    if "trainable_params" not in rows:
-        return True
-    ours = rows.loc[rows["structure"] == chosen, "trainable_params"].mean()
-    theirs = rows.loc[rows["structure"] == "lora", "trainable_params"].mean()
-    return not np.isfinite(ours / theirs) or abs(ours / theirs - 1) <= MATCHED

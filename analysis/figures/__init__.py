@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from analysis import collectives, style, sweeps
 from analysis import interconnect as latencies
+from analysis import quality as scores
 from analysis.figures import breakdown, interconnect, quality, rate, replay, scaling
 from analysis.figures.save import about, caption, save, write_caption
 from tessa.errors import UserError
@@ -62,7 +63,9 @@ def draw(
 ) -> list[Path]:
     """The figure of every family of cells in the frame; returns the PNG paths. `results` is needed for traces."""
     frame = only_reference(frame) if reference else frame
-    paths = []
+    trained = frame["method"].notna() if "method" in frame else pd.Series(False, index=frame.index)
+    paths = _draw_trained(scores.rows(frame[trained]), folder, reference)
+    frame = frame[~trained]
     for part in sweeps.families(frame):
         stem = sweeps.stem(part)
         notes: dict[str, object] = {}
@@ -70,6 +73,23 @@ def draw(
             figures = _figures(part, results or folder.parent, notes)
         said = about(part, reference, notes)
         paths += [save(figure, folder, f"{stem}{suffix}", said) for suffix, figure in figures.items()]
+    return paths
+
+
+def _draw_trained(table: pd.DataFrame, folder: Path, reference: bool) -> list[Path]:
+    """The figures of every quality experiment, from the rows that count."""
+    paths = []
+    for experiment, part in table.groupby("experiment", sort=False):
+        said = {
+            **_study(str(experiment), "measured", folder),
+            "caption": f"{experiment}, {quality.note(part)}",
+            "commits": sorted(str(sha) for sha in part["git_sha"].dropna().unique()),
+            "uncommitted_changes": bool(part["git_dirty"].fillna(True).astype(bool).any()),
+            "reference": reference,
+        }
+        with plt.rc_context(style.RC):
+            drawn = quality.draw(scores.with_mean(part))
+        paths += [save(figure, folder, f"{experiment}{suffix}", said) for suffix, figure in drawn.items()]
     return paths
 
 
@@ -111,17 +131,9 @@ def draw_all(
 ) -> Drawn:
     """Every figure that the results folder allows, and what is missing for the others."""
     wanted = frame[frame["experiment"].isin(experiments)] if experiments != EXPERIMENTS else frame
-    done = Drawn(draw(wanted[~wanted["experiment"].eq("quality")], folder, results, reference))
+    done = Drawn(draw(wanted, folder, results, reference))
     for experiment in experiments:
-        if experiment == "quality":
-            table = quality.rows(results, frame)
-            if len(table):
-                with plt.rc_context(style.RC):
-                    figure = quality.against_budget(table)
-                said = _study("quality", "measured", results)
-                done.paths.append(save(figure, folder, "quality", said))
-                continue
-        elif experiment in ("layer_step", "projection", "collectives"):
+        if experiment in ("layer_step", "projection", "collectives"):
             try:
                 done.paths += _draw_study(experiment, results, folder)
                 continue

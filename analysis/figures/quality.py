@@ -1,92 +1,157 @@
-"""Adaptation quality against the trained parameters, from the rows of `experiment=quality`."""
+"""Figures of the quality experiments: curves over the budget, slices at equal budget, target modules."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import style
+from analysis import quality, style
 from analysis.figures import marks
-from experiments.measure import stats
 
-NEEDED = ("method", "rank_equivalent", "seed", "task", "value")
+import matplotlib.pyplot as plt  # isort: skip
+
 # Methods are trained structures, not serving backends; each takes the colour of the backend that serves it.
 BACKENDS = {"lora": "punica", "bd_lora": "bd_lora", "tessa": "tessa", "full": "merged", "base": "base"}
-NAMES = {"lora": "LoRA", "bd_lora": "BD-LoRA", "tessa": "TESSA", "full": "full fine-tuning", "base": "base"}
 DASHES = ("-", "--", ":", "-.")
+COLUMNS = 3
 
 
-def rows(results: Path, frame: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The stored quality rows: cells of the store that have a `method`, else a table in `<results>/quality`.
-
-    Empty where there are none. Columns NEEDED are there; `metric`, `placement`, `stderr` and others may be.
-    """
-    if frame is not None and "method" in frame and set(NEEDED) <= set(frame.columns):
-        found = frame[frame["method"].notna() & (frame["status"] == "complete")]
-        if len(found):
-            return found
-    for name, read in (("rows.parquet", pd.read_parquet), ("rows.csv", pd.read_csv)):
-        file = results / "quality" / name
-        if file.is_file():
-            table = read(file)
-            if "status" in table:
-                table = table[table["status"] == "complete"]
-            if set(NEEDED) <= set(table.columns):
-                return table
-    return pd.DataFrame(columns=list(NEEDED))
+def draw(table: pd.DataFrame) -> dict[str, Figure]:
+    """Suffix of the file's name -> figure, for the rows of one experiment: `quality.with_mean(quality.rows(...))`."""
+    found = {"": against_budget(table)}
+    slices = table[(table["method"] == "tessa") & (table["targets"].isin(["all", _main_targets(table)]))]
+    budgets = slices.groupby("rank_equivalent")["structure"].nunique()
+    if len(budgets) and budgets.max() > 1 and slices["offset_rule"].nunique() > 1:
+        found["_slices"] = side_by_side(table, float(budgets.idxmax()), "slices")
+    if table["targets"].nunique() > 1:
+        other = table[table["targets"] != _main_targets(table)]["rank_equivalent"].dropna()
+        found["_targets"] = side_by_side(table, float(other.iloc[0]), "targets")
+    return found
 
 
-def structure(table: pd.DataFrame) -> pd.Series:
-    """`tessa across`, `lora`: method with its placement where it has one."""
-    placement = table["placement"].fillna("") if "placement" in table else ""
-    return (table["method"].astype(str) + " " + placement).str.strip()
+def _main_targets(table: pd.DataFrame) -> str:
+    return str(table["targets"].mode().iloc[0])
 
 
 def against_budget(table: pd.DataFrame) -> Figure:
-    """A panel per task: mean over seeds and 95 % t interval at each budget, a line per structure."""
-    table = table.assign(structure=structure(table))
-    tasks = list(dict.fromkeys(table["task"]))
-    figure, grid = marks.panels(len(tasks), 1, 1.4, sharey=False)
-    order = sorted(table["structure"].unique(), key=lambda s: (list(BACKENDS).index(_method(s)), s))
-    budgets = sorted(table["rank_equivalent"].dropna().unique())
-    for axes, task in zip(grid[:, 0], tasks, strict=True):
-        mine = table[table["task"] == task]
-        for kind in order:
-            row = mine[mine["structure"] == kind]
-            if row.empty:
-                continue
-            same = [s for s in order if _method(s) == _method(kind)]
-            line = DASHES[same.index(kind) % len(DASHES)]
-            colour = style.colour(BACKENDS[_method(kind)])
-            label = NAMES[_method(kind)] + kind.removeprefix(_method(kind))
-            if row["rank_equivalent"].isna().all() or _method(kind) in ("full", "base"):
-                axes.axhline(row["value"].mean(), color=colour, lw=1.0, ls="-.", label=label)
-                continue
-            found = [stats.t_interval(row.loc[row["rank_equivalent"] == b, "value"]) for b in budgets]
-            centre = np.array([f.centre for f in found])
-            error = np.nan_to_num([[f.centre - f.low for f in found], [f.high - f.centre for f in found]])
-            marker = style.MARKERS[BACKENDS[_method(kind)]]
-            axes.errorbar(
-                budgets, centre, yerr=error, color=colour, ls=line, marker=marker, ms=4, lw=1.1, capsize=1.5,
-                elinewidth=0.7, label=label,
-            )  # fmt: skip
-        metric = mine["metric"].iloc[0] if "metric" in mine else "score"
-        axes.set_ylabel(str(metric))
-        axes.set_title(str(task))
-        if budgets:
-            marks.log2_axis(axes, budgets)
-    grid[-1][0].set_xlabel("budget (rank-equivalents)")
-    handles = {label: h for a in grid[:, 0] for h, label in zip(*a.get_legend_handles_labels(), strict=True)}
+    """A panel per task: mean over seeds and 95 % t interval against the trained parameters, a line per structure.
+
+    The base model and full fine-tuning, which have no budget, are lines across. Hollow marks are structures whose
+    parameters are not within 5 % of LoRA's.
+    """
+    found = list(quality.points(table))
+    widths = {p.structure: {q.rank_equivalent for q in found if q.structure == p.structure} for p in found}
+    most = max(len(v) for v in widths.values())
+    curves = [
+        k for k in quality.in_order(table["structure"]) if len(widths[k]) == most or widths[k] == {None}
+    ]
+    tasks = list(dict.fromkeys(p.task for p in found))
+    figure, axes = _panels(len(tasks))
+    for panel, task in zip(axes, tasks, strict=False):
+        for kind in curves:
+            mine = [p for p in found if p.task == task and p.structure == kind]
+            _curve(panel, kind, mine, curves)
+        panel.set_title(task)
+        panel.set_xscale("log", base=2)
+        ticks = sorted({p.params for p in found if p.structure == "lora"})
+        if ticks:
+            panel.set_xticks(ticks, [f"{t / 1000:.3g}k" for t in ticks])
+            panel.minorticks_off()
+    figure.supylabel("right answers (%)", fontsize=8)
+    handles = {lab: h for a in axes for h, lab in zip(*a.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, frameon=False)
-    seeds = table.groupby(["structure", "rank_equivalent", "task"], dropna=False)["seed"].nunique()
-    count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
-    figure.supxlabel(f"measured; {count} seeds; bars: 95 % interval over seeds", fontsize=6, color="#444444")
+    figure.supxlabel(f"trained parameters\n{note(table)}", fontsize=7)
     return figure
 
 
-def _method(kind: str) -> str:
+def _curve(panel: Axes, kind: str, mine: Sequence[quality.Point], curves: Sequence[str]) -> None:
     method = kind.partition(" ")[0]
-    return method if method in BACKENDS else "base"
+    colour = style.colour(BACKENDS[method])
+    same = [k for k in curves if k.partition(" ")[0] == method]
+    line = DASHES[same.index(kind) % len(DASHES)]
+    label = quality.name(kind)
+    if mine and mine[0].rank_equivalent is None:
+        panel.axhline(100 * mine[0].score.centre, color=colour, lw=1.0, ls="-.", label=label)
+        return
+    if not mine:
+        return
+    x = [p.params for p in mine]
+    centre = np.array([100 * p.score.centre for p in mine])
+    low = np.nan_to_num([100 * (p.score.centre - p.score.low) for p in mine])
+    high = np.nan_to_num([100 * (p.score.high - p.score.centre) for p in mine])
+    panel.errorbar(
+        x, centre, yerr=[low, high], color=colour, ls=line, marker=style.MARKERS[BACKENDS[method]], ms=4, lw=1.1,
+        capsize=1.5, elinewidth=0.7, label=label,
+    )  # fmt: skip
+    off = [i for i, p in enumerate(mine) if not p.matched]
+    panel.plot(
+        np.array(x)[off],
+        centre[off],
+        ls="",
+        marker=style.MARKERS[BACKENDS[method]],
+        ms=4,
+        mfc="white",
+        mec=colour,
+    )
+
+
+def side_by_side(table: pd.DataFrame, budget: float, what: str) -> Figure:
+    """Bars at one budget with 95 % intervals over seeds: what = "slices" compares placements and offsets on the main
+    modules beside LoRA and BD-LoRA, "targets" the structures that were trained on several sets of modules."""
+    main = _main_targets(table)
+    mine = table[table["rank_equivalent"] == budget]
+    if what == "slices":
+        mine = mine[mine["targets"] == main]
+    else:
+        counts = mine.groupby(["method", "placement", "offset_rule"], dropna=False)["targets"].transform(
+            "nunique"
+        )
+        mine = mine[counts > 1]
+    found = list(quality.points(mine))
+    kinds = quality.in_order(mine["structure"])
+    tasks = list(dict.fromkeys(p.task for p in found))
+    height = 0.2 * len(kinds) + 0.35
+    figure, axes = _panels(len(tasks), height, sharey=True)
+    for panel, task in zip(axes, tasks, strict=False):
+        for y, kind in enumerate(kinds):
+            (point,) = [p for p in found if p.task == task and p.structure == kind]
+            error = None
+            if np.isfinite(point.score.low):
+                error = [[50 * (point.score.high - point.score.low)]] * 2
+            colour = style.colour(BACKENDS[kind.partition(" ")[0]])
+            panel.barh(
+                [y], [100 * point.score.centre], 0.75, xerr=error, color=colour,
+                alpha=1.0 if point.matched else 0.5, error_kw={"elinewidth": 0.7, "capsize": 1.5},
+            )  # fmt: skip
+        panel.set_yticks(range(len(kinds)), [quality.name(kind) for kind in kinds])
+        panel.invert_yaxis()
+        panel.grid(axis="x", lw=0.4, color="#dddddd")
+        panel.grid(visible=False, axis="y")
+        panel.set_title(task)
+    figure.supxlabel(f"right answers (%) at rank-equivalent {budget:g}\n{note(table)}", fontsize=7)
+    return figure
+
+
+def _panels(count: int, height: float = 1.5, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    rows = -(-count // COLUMNS)
+    figure, grid = plt.subplots(
+        rows, min(count, COLUMNS), figsize=(style.TWO_COLUMNS, height * rows + 0.9), squeeze=False, sharey=sharey,
+        layout="constrained",
+    )  # fmt: skip
+    axes = list(grid.ravel())
+    for unused in axes[count:]:
+        unused.set_axis_off()
+    return figure, axes[:count]
+
+
+def note(table: pd.DataFrame) -> str:
+    """Provenance, seeds and commits, as every figure says them."""
+    adapted = table[table["method"] != "base"]
+    seeds = adapted.groupby(["structure", "rank_equivalent", "task"], dropna=False)["seed"].nunique()
+    count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
+    commits = ", ".join(marks.commits(table)) or "unknown"
+    return f"measured; {count} seeds; bars: 95 % interval over seeds; commit {commits}"

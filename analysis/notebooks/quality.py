@@ -16,7 +16,7 @@
 # folder of your own, such as `"results"`, or set `TESSA_RESULTS`.
 
 # %%
-from analysis.figures import quality
+from analysis import quality
 from analysis.notebook import Results
 
 RESULTS = None
@@ -27,13 +27,10 @@ results.show("quality")
 
 # %% [markdown]
 # ## Means over seeds
-# `value` is the task's metric; `trainable_params` says how well the budgets match.
+# One row per structure and budget; the last columns compare with LoRA at the same budget, paired over seeds.
 
 # %%
-rows = quality.rows(results.folder, results.frame)
-keys = [key for key in ("task", "method", "placement", "rank_equivalent") if key in rows]
-values = [key for key in ("value", "trainable_params") if key in rows]
-rows.groupby(keys, dropna=False, sort=False)[values].agg(["mean", "std", "count"]) if len(rows) else rows
+quality.table(results.frame)
 
 # %% [markdown]
 # ## The claim

@@ -9,7 +9,6 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import claims, figures
-from analysis.figures import quality
 from analysis.report import html
 from tessa.errors import UserError
 
@@ -33,8 +32,6 @@ def write(frame: pd.DataFrame, results: Path, out: Path, reference: bool = False
             pages = []
             for experiment in present:
                 part = shown[shown["experiment"] == experiment]
-                if experiment == "quality" and part.empty:
-                    part = quality.rows(results, frame)
                 images = [_image(path) for path in by_experiment.get(experiment, [])]
                 page = out / f"{experiment}.html"
                 page.write_text(html.experiment_page(experiment, part, images, _logs(part, results)), "utf-8")

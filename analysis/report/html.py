@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import claims, tables
+from analysis import claims, quality, tables
 from analysis.claims.rules import COMMON
 from analysis.figures import marks
 
@@ -108,7 +108,7 @@ def _figure(image: Image) -> str:
 
 
 def _tables(part: pd.DataFrame) -> list[str]:
-    if "method" in part:
+    if "method" in part and part["method"].notna().any():
         return [_quality(part)]
     table = tables.end_table(part)
     found = []
@@ -121,25 +121,11 @@ def _tables(part: pd.DataFrame) -> list[str]:
 
 
 def _quality(part: pd.DataFrame) -> str:
-    """Means over seeds of each structure, task and budget."""
-    keys = [
-        k for k in ("task", "metric", "method", "placement", "offset_rule", "rank_equivalent") if k in part
-    ]
-    counts = [c for c in ("trainable_params",) if c in part]
-    rows = []
-    for _, group in part.groupby(keys, dropna=False, sort=False):
-        first = group.iloc[0]
-        named = [tables.number(first[key]) if pd.notna(first[key]) else "-" for key in keys]
-        sizes = [f"{group[c].mean():,.0f}" for c in counts]
-        rows.append(
-            [*named, *sizes, f"{group['value'].mean():.4g}", f"{group['value'].std():.2g}", len(group)]
-        )
-    heads = [*keys, *counts, "mean", "standard deviation", "seeds"]
-    return grid(
-        [h.replace("_", " ") for h in heads],
-        rows,
-        text=("task", "metric", "method", "placement", "offset rule"),
-    )
+    """Means over seeds of each structure and budget, and what the columns mean."""
+    table = quality.table(part).drop(columns="experiment", errors="ignore")
+    heads = [str(column) for column in table.columns]
+    shown = grid(heads, table.to_numpy().tolist(), text=("structure", "in LoRA's"))
+    return f'{shown}<p class="note">{escape(quality.DEFINITIONS)}</p>'
 
 
 def _without_result(part: pd.DataFrame, logs: dict[str, str]) -> str:

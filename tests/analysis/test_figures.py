@@ -10,6 +10,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from analysis import figures, load, style, sweeps
+from analysis import quality as scores
 from analysis.__main__ import main, report
 from analysis.figures import breakdown, marks, quality, rate, replay, scaling
 from baselines import REGISTRY
@@ -169,13 +170,15 @@ def test_breakdown_adds_up(full):
     assert [s.piece for s in breakdown.shares(alone)] == ["base", "base", breakdown.SUM]
 
 
-def test_quality_has_a_panel_per_task(full_results):
-    table = quality.rows(full_results)
-    figure = quality.against_budget(table)
-    assert [a.get_title() for a in figure.axes] == ["base7_addition", "style_shift"]
+def test_quality_has_a_panel_per_task_and_one_for_their_mean(full_results):
+    table = scores.with_mean(scores.rows(load(full_results)))
+    figure = quality.draw(table)[""]
+    assert [a.get_title() for a in figure.axes] == ["base7_addition", "style_shift", "mean of tasks"]
     labels = [t.get_text() for t in figure.legends[0].get_texts()]
-    assert {"LoRA", "BD-LoRA", "TESSA across", "TESSA along", "full fine-tuning"} == set(labels)
-    assert quality.rows(full_results / "none").empty
+    assert {"LoRA", "BD-LoRA", "TESSA across, random", "TESSA along, random", "full fine-tuning"} == set(
+        labels
+    )
+    assert scores.rows(load(full_results / "none")).empty
 
 
 def test_a_family_is_what_differs_in_nothing_but_the_sweep(store_cell, tmp_path):
