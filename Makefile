@@ -2,6 +2,8 @@
 # In an environment of your own (environment.yml): make test PY=python
 PY := .venv/bin/python
 PYTEST_ARGS ?=
+# An engine's start keeps one core busy for most of its time, so two tests at once fill two.
+WORKERS ?= 2
 
 .PHONY: help setup demo reference test lint typecheck format traces gpu-check clean distclean
 
@@ -38,7 +40,7 @@ typecheck: setup
 
 # pytest comes last, so that its closing line is the last line.
 test: lint typecheck
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 format: setup
 	$(PY) -m ruff check --fix .

@@ -10,6 +10,23 @@ import pytest
 REPO = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the tests over pytest-xdist's workers: a file stays together for its fixtures, Slurm has one cluster.
+
+    Tests marked `alone` share nothing with their file, which is worth a place of their own where each starts an
+    engine. The longest come first, so that the workers end at about the same time.
+    """
+    items.sort(
+        key=lambda item: item.get_closest_marker("engine") is None and not item.get_closest_marker("slurm")
+    )
+    for item in items:
+        if item.get_closest_marker("slurm"):
+            group = "slurm"
+        else:
+            group = item.nodeid if item.get_closest_marker("alone") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     return REPO

@@ -89,14 +89,7 @@ class Server:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        config = AsyncEngineArgs(**self.setup.engine_args).create_engine_config()
-        if self.setup.device == "cpu":
-            # vLLM's default here is spawn, where each process of the engine imports vLLM again (12 s of processor
-            # time each). Nothing has run in this process yet, so forking is safe, and vLLM offers it as a setting.
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        self.engine = AsyncLLM.from_vllm_config(
-            config, disable_log_stats=self.setup.engine_args.get("disable_log_stats", False)
-        )
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.setup.engine_args))
         self.client = VllmClient(self.engine, self.setup.adapters)
         slots = self.setup.engine_args.get("max_loras", 0)
         load_s = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -74,31 +73,12 @@ def cpu_env(tp: int, threads: int | None = None) -> dict[str, str]:
     per_rank = threads or max(1, len(cores) // tp)
     shares = [[cores[(rank * per_rank + i) % len(cores)] for i in range(per_rank)] for rank in range(tp)]
     return {
-        **preload_env(),
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_PLUGINS": "tessa",
         # Kept kernels are loaded at once; with it, every start runs the C++ preprocessor to see whether they fit.
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
     }
-
-
-def preload_env() -> dict[str, str]:
-    """PyTorch's OpenMP library, preloaded: without it threads that are bound to cores share one of them.
-
-    vLLM does this for processes that it spawns; the engine's processes here are forked (see `child`).
-    """
-    torch = importlib.util.find_spec("torch")
-    folders = [Path(f) for f in (torch.submodule_search_locations or [])] if torch else []
-    found = sorted(
-        lib
-        for f in folders
-        for lib in [*f.glob("lib/libgomp*.so*"), *f.parent.glob("torch.libs/libgomp*.so*")]
-    )
-    given = os.environ.get("LD_PRELOAD", "")
-    if not found or any(name in given for name in ("libgomp", "libomp", "libiomp")):
-        return {}
-    return {"LD_PRELOAD": f"{given}:{found[0]}" if given else str(found[0])}
 
 
 COMMON_ENV = {
