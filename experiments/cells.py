@@ -16,15 +16,15 @@ import pandas as pd
 
 from experiments import provenance
 from experiments.config import MeasureConfig
-from experiments.grid import BuiltWorkload, Cell
+from experiments.grid import BuiltWorkload, Cell, Plan
 from experiments.measure import stats
 from experiments.measure.metrics import MetricOptions
 from experiments.measure.summary import summarise
 from experiments.measure.types import RequestRecord, records_from_frame, records_to_frame
-from experiments.store import LOG_NAME
+from experiments.store import LOG_NAME, Store
 
 if TYPE_CHECKING:
-    from experiments.runner import Slot
+    from experiments.slots import Slot
 
 THROUGHPUT = "output_tokens_per_s"
 """The throughput that adapter cost compares. Every backend gets the same requests, so the ratio is the same
@@ -124,6 +124,18 @@ def base_throughput(rounds: list[dict[str, Any]]) -> dict[int, float]:
         for entry in rounds
         if entry["status"] == "complete" and entry["metrics"].get(THROUGHPUT)
     }
+
+
+def stored_base(plan: Plan, store: Store, cell: Cell) -> dict[str, Any] | None:
+    """The summary of the finished base cell that a cell is compared with; None where there is none."""
+    for point in plan.points:
+        cells = [c for group in point.groups for c in group.cells]
+        if cell in cells:
+            for other in cells:
+                if other.backend == "base" and other.case == cell.case:
+                    summary = store.summary(other.name, other.hash)
+                    return summary if summary and summary["status"] == "complete" else None
+    return None
 
 
 def summarise_cell(run: CellRun, start_state: dict[str, Any]) -> tuple[dict[str, Any], pd.DataFrame | None]:

@@ -12,7 +12,7 @@ from experiments import models
 from experiments.config import RunConfig
 from experiments.console import duration
 from experiments.grid import Cell, EngineGroup, Plan
-from experiments.store import Store
+from experiments.store import Store, to_run
 
 PROCESS_GIB = 0.65
 """Memory of one process that has imported vLLM: measured 0.5 to 0.6 for each of front end, core and worker."""
@@ -43,7 +43,7 @@ def dry_run_lines(plan: Plan, store: Store, config: RunConfig) -> list[str]:
             for group in point.groups:
                 for cell in (c for c in group.cells if c.case == case):
                     status, _ = _status(cell, store)
-                    run = _would_run(status, config)
+                    run = status != "running" and to_run(status, config.only, config.force)
                     part = estimate_cell(cell, store, config, work_of(plan, cell)) if run else 0.0
                     note = f"about {duration(part)}" if run else "kept"
                     lines.append(f"  {status:<11} {note:<14} {cell.name:<34} {describe(cell)}")
@@ -96,14 +96,6 @@ def _status(cell: Cell, store: Store) -> tuple[str, str]:
     if summary is None:
         return "missing", ""
     return str(summary["status"]), f"  ({summary['reason']})" if summary.get("reason") else ""
-
-
-def _would_run(status: str, config: RunConfig) -> bool:
-    if status == "running":
-        return False
-    if config.only == "failed":
-        return status not in ("complete", "missing")
-    return config.force or status != "complete"
 
 
 def engine_gib(group: EngineGroup) -> float:

@@ -4,90 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol
 
 from experiments import provenance
-from experiments.cells import CellRun, Failure, base_throughput, summarise_cell
+from experiments.cells import CellRun, Failure, base_throughput, stored_base, summarise_cell
 from experiments.claims import Claim
 from experiments.config import MeasureConfig
 from experiments.console import Console
 from experiments.estimate import side_by_side
 from experiments.grid import Cell, EngineGroup, Plan, Point
 from experiments.loggers import Logger
-from experiments.store import Store
+from experiments.slots import Engine, EngineFactory, Outcome, Slot, rotated
+from experiments.stopping import StopSignals
+from experiments.store import Store, to_run
 
 MOST_CRASHES = 2
 """After so many deaths in a row an engine is not started again; its remaining cells fail at once."""
-
-
-class Engine(Protocol):
-    """An engine in its own process group. Every method but `stop` may raise an error that has `kind`
-    ("failed" | "timeout"), `reason` and perhaps `traceback` and `records`; any other exception counts as "failed"."""
-
-    def start(self, timeout_s: float) -> None: ...
-    def gate(self, options: dict[str, Any]) -> dict[str, Any]:
-        """`{"passed": bool, "max_abs_error": float, "detail": str}`."""
-        ...
-
-    def warmup(self, workload_path: Path) -> None: ...
-    def run(self, workload_path: Path, options: dict[str, Any]) -> dict[str, Any]:
-        """`{"records": parquet path or list of rows, "wall_s": float, "counters": dict}` of one round."""
-        ...
-
-    def counters(self) -> dict[str, Any]: ...
-    def add_latency(self, microseconds: float) -> None:
-        """Every collective waits so long from now on; asked only of cells that add latency, 0 included."""
-        ...
-
-    def park(self) -> None:
-        """Takes all processor time from the engine until `resume`."""
-        ...
-
-    def resume(self) -> None: ...
-    def stop(self) -> None:
-        """Ends every process of the engine; harmless when it is not running."""
-        ...
-
-
-EngineFactory = Callable[[EngineGroup, Path], Engine]
-
-
-@dataclass
-class Slot:
-    """One engine group of the point that is running."""
-
-    group: EngineGroup
-    log: Path
-    pending: dict[str, Cell]
-    recorded: bool = True
-    engine: Engine | None = None
-    gate: dict[str, Any] | None = None
-    failure: Failure | None = None
-    crashes: int = 0
-    start_s: float | None = None
-    nodes: list[dict[str, Any]] = field(default_factory=list)
-    """The other machines of the engine, where it spans several."""
-
-
-@dataclass
-class Outcome:
-    """What a run did, by cell name."""
-
-    done: dict[str, str] = field(default_factory=dict)
-    elsewhere: dict[str, str] = field(default_factory=dict)
-    skipped: int = 0
-
-    @property
-    def failed(self) -> list[str]:
-        return [cell for cell, status in self.done.items() if status != "complete"]
 
 
 class Runner:
@@ -121,11 +56,8 @@ class Runner:
         self._signals = StopSignals()
 
     def wanted(self, cell: Cell) -> bool:
-        """Whether this run is to measure the cell: complete ones are kept unless forced."""
-        status = self.store.status(cell.name, cell.hash)
-        if self.only == "failed":
-            return status not in ("complete", "missing")
-        return self.force or status != "complete"
+        """Whether this run is to measure the cell."""
+        return to_run(self.store.status(cell.name, cell.hash), self.only, self.force)
 
     def run(self) -> Outcome:
         """Measures every wanted cell. Raises KeyboardInterrupt on SIGINT, SIGTERM and SIGHUP, with all
@@ -338,7 +270,7 @@ class Runner:
             if not run.slot.recorded:
                 continue
             own = [b for b in bases if b.cell.case == run.cell.case and b.failure is None]
-            stored = None if own else self._stored_base(run.cell)
+            stored = None if own else stored_base(self.plan, self.store, run.cell)
             basis = "same_round" if self.measure.interleave != "off" else "not_interleaved"
             run.add_costs(base_throughput(own[0].rounds) if own else {}, basis)
             if stored is not None:
@@ -352,16 +284,6 @@ class Runner:
             if summary["status"] != "complete":
                 self.console.failed(run.cell, summary, self.store.path(run.cell.name))
             self.logger.log_cell(run.cell, summary)
-
-    def _stored_base(self, cell: Cell) -> dict[str, Any] | None:
-        for point in self.plan.points:
-            cells = [c for group in point.groups for c in group.cells]
-            if cell in cells:
-                for other in cells:
-                    if other.backend == "base" and other.case == cell.case:
-                        summary = self.store.summary(other.name, other.hash)
-                        return summary if summary and summary["status"] == "complete" else None
-        return None
 
     # Engines up and down.
 
@@ -383,55 +305,3 @@ class Runner:
     def _stop_all(self) -> None:
         for slot in self._slots:
             self._stop(slot)
-
-
-def rotated(items: Sequence[Any], by: int) -> list[Any]:
-    """The items in order, starting `by` places later each round, so that no backend is always first."""
-    shift = by % len(items) if items else 0
-    return [*items[shift:], *items[:shift]]
-
-
-class StopSignals:
-    """Turns the first SIGINT, SIGTERM or SIGHUP inside its block into KeyboardInterrupt; later ones are dropped.
-
-    Inside `shielded` the first one waits until the shield ends, so that cleaning up is never cut short. The
-    signals are handled rather than masked: a mask holds for one thread, and libraries have others. Outside the
-    main thread nothing changes.
-    """
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self._former: dict[int, Any] = {}
-        self._stopping = False
-        self._shields = 0
-        self._waiting: str | None = None
-
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._stopping:
-            return
-        self._stopping = True
-        if self._shields:
-            self._waiting = signal.Signals(number).name
-        else:
-            raise KeyboardInterrupt(signal.Signals(number).name)
-
-    @contextlib.contextmanager
-    def shielded(self) -> Iterator[None]:
-        self._shields += 1
-        try:
-            yield
-        finally:
-            self._shields -= 1
-            if not self._shields and self._waiting is not None:
-                name, self._waiting = self._waiting, None
-                raise KeyboardInterrupt(name)

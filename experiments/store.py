@@ -177,6 +177,14 @@ class Store:
                 )
 
 
+def to_run(status: str, only: str | None, force: bool) -> bool:
+    """Whether a cell of this status is to be measured: complete ones are kept unless forced, and with
+    only="failed" those that were never run are left."""
+    if only == "failed":
+        return status not in ("complete", "missing")
+    return force or status != "complete"
+
+
 def jsonable(value: Any) -> Any:
     """Plain JSON values: numpy scalars unwrapped, NaN and infinities as null, paths and texts scrubbed."""
     if isinstance(value, dict):

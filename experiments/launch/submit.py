@@ -12,7 +12,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from experiments.launch import slurm
 from experiments.launch.job import REPO
-from experiments.runner import StopSignals
+from experiments.stopping import StopSignals
 from tessa.errors import UserError
 
 if TYPE_CHECKING:

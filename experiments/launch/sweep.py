@@ -19,7 +19,7 @@ from experiments.grid import Plan
 from experiments.launch import resources, slurm
 from experiments.launch.job import RunJob
 from experiments.launch.resources import LaunchParams
-from experiments.store import Store
+from experiments.store import Store, to_run
 from tessa.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,11 +61,9 @@ class SweepJob:
         return {cell.name: store.status(cell.name, cell.hash) for cell in self.plan.cells}
 
     def to_run(self) -> list[str]:
-        """Names of the cells that the job would measure now; the rule of `Runner.wanted`."""
-        statuses = self.statuses()
-        if self.config.only == "failed":
-            return [name for name, status in statuses.items() if status not in ("complete", "missing")]
-        return [name for name, status in statuses.items() if self.config.force or status != "complete"]
+        """Names of the cells that the job would measure now."""
+        only, force = self.config.only, self.config.force
+        return [name for name, status in self.statuses().items() if to_run(status, only, force)]
 
     def last_words(self) -> str:
         """The last line of the job's log, or where it is."""
