@@ -202,7 +202,9 @@ def measure(transport: str, ranks: int, rounds: int = ROUNDS) -> pd.DataFrame:
                     child.wait()
         if any(codes):
             texts = (log.read_text(errors="replace").strip() for log in sorted(folder.glob("*.log")))
-            last = [line.partition("RuntimeError: ")[2] or line for t in texts for line in t.splitlines()[-1:]]
+            last = [
+                line.partition("RuntimeError: ")[2] or line for t in texts for line in t.splitlines()[-1:]
+            ]
             raise RuntimeError("; ".join(dict.fromkeys(last)) or "timed out")
         timed = [json.loads((folder / f"{rank}.out").read_text()) for rank in range(ranks)]
     slowest = pd.DataFrame([[max(r) for r in zip(*each, strict=True)] for each in zip(*timed, strict=True)])
