@@ -140,11 +140,9 @@ def _source(frame: pd.DataFrame, results: Path) -> str:
     machines = " and ".join(sorted(map(str, good["machine"].dropna().unique())))
     packages = "; ".join(sorted(map(str, good["engine"].dropna().unique())))
     commits = ", ".join(marks.commits(good))
-    checked = (
-        "outputs checked against merged weights"
-        if (good["gate"] == "passed").all()
-        else "see each cell's gate"
-    )
+    served = good[good["method"].isna()] if "method" in good else good
+    passed = bool((served["gate"] == "passed").all())
+    checked = "served outputs checked against merged weights" if passed else "not every output was checked"
     cells = good["cell"].nunique()
     return (
         f"{cells} cells on {machines}{memory}; {packages}; commit {commits}, clean tree; {checked}; "

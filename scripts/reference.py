@@ -88,6 +88,11 @@ STEPS = (
         AZURE,
     ),
     Step("interconnect", (*SHORT, "grid.engine.added_latency_us=[0,200,1000]"), 4),
+    Step(
+        "quality",
+        ("study.budgets=[1,4]", "study.seeds=[0,1,2]", "study.study_methods=[]", "study.study_targets=[]"),
+        10,
+    ),
     Step("collectives", ("--tp", "2"), 1, module="experiments.bench_collectives"),
     # Last, as it compares itself with the cells that were measured.
     Step("projection", (), 0.5),

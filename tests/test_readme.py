@@ -168,8 +168,11 @@ def test_every_experiment_and_backend_is_in_the_readme() -> None:
     said = "\n".join(command.text for command in COMMANDS)
     for file in (REPO / "conf" / "experiment").glob("*.yaml"):
         if tracked(file):
-            assert f"| `{file.stem}` |" in text, f"the table of experiments lacks {file.stem}"
-            assert f"experiment={file.stem}" in said, f"no command runs {file.stem}"
+            assert f"`{file.stem}`" in text, f"the table of experiments lacks {file.stem}"
+            if not file.stem.startswith(
+                "quality_"
+            ):  # they need models and data that do not come with the project
+                assert f"experiment={file.stem}" in said, f"no command runs {file.stem}"
     for file in (REPO / "conf" / "backend").glob("*.yaml"):
         assert f"`{file.stem}`" in text or f"backend={file.stem}" in text, (
             f"README says nothing of {file.stem}"

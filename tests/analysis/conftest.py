@@ -28,9 +28,11 @@ def full_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def complete_results(full_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`full_results` with a small projection beside it. Not to be written to."""
+    """`full_results` with a small projection and a layer step beside it. Not to be written to."""
     folder = tmp_path_factory.mktemp("complete") / "results"
     shutil.copytree(full_results, folder)
     spec = ProjectionSpec(models=("llama-3.1-8b",), gpus=("h100",), tps=(1, 2, 8))
     project(spec, folder / "projection")
+    (folder / "layer_step").mkdir()
+    analysis_store.layer_step_rows().to_csv(folder / "layer_step" / "rows.csv", index=False)
     return folder

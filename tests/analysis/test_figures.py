@@ -222,3 +222,40 @@ def test_report_shows_the_settings_of_its_cells(frame, store_cell, tmp_path, cap
     out = capsys.readouterr().out
     assert f"figure: {paths[0]}" in out
     assert "tessa" not in out.split("figure:")[0].split("requests =")[0]
+
+
+def test_every_experiment_has_its_figure(complete_results, tmp_path):
+    """PNG, PDF and a caption that says experiment, provenance and command; nothing but the gaps is missing."""
+    frame = load(complete_results)
+    done = figures.draw_all(frame, complete_results, tmp_path)
+    said = {}
+    for path in done.paths:
+        assert path.stat().st_size > 3000
+        assert path.with_suffix(".pdf").is_file()
+        caption = json.loads(path.with_suffix(".json").read_text())
+        assert caption["provenance"]
+        assert caption["caption"].startswith(caption["experiment"])
+        assert f"experiment={caption['experiment']}" in caption["command"]
+        said.setdefault(caption["experiment"], []).append(path.stem)
+    timed = "collectives"  # a benchmark's table, which no experiment of conf/ writes
+    assert set(said) == set(figures.EXPERIMENTS) - {timed}
+    lost = frame[frame["status"] != "complete"]["folder"].nunique()
+    missing = [text for text in done.missing if not text.startswith(timed)]
+    assert len(missing) == lost
+    assert all("round 2/3: it broke" in text for text in missing)
+
+
+def test_a_latency_added_to_every_collective_is_emulated(tmp_path):
+    """interconnect: real ranks, an unreal wait; the figure says so, and its points stand at their latencies."""
+    for us in (0, 50, 200):
+        analysis_store.point(tmp_path, "interconnect", f"i{us}", {"slora": 0.2 + us / 400, "tessa": 0.04}, tp=2,
+                             provenance="emulated", labels={"added_latency_us": us})  # fmt: skip
+    part = of(load(tmp_path / "results"), "interconnect")
+    (figure,) = scaling.over_sweep(part, sweeps.SWEEPS["interconnect"])
+    slora = [
+        x for x in figure.axes[0].lines if x.get_color() == style.colour("slora") and len(x.get_xdata()) == 3
+    ]
+    assert list(slora[0].get_xdata()) == [0, 50, 200]
+    assert slora[0].get_ydata()[-1] > slora[0].get_ydata()[0] + 40
+    assert slora[0].get_linestyle() == style.LINES["emulated"]
+    assert "200 µs" in figures.caption(part) or "0, 50, 200 µs" in figures.caption(part)

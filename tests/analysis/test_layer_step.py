@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import analysis_store
 import pandas as pd
 import pytest
 
 from analysis import layer_step
 from tessa.errors import UserError
 
-START = {"tp": 4, "sequences": 8, "length": 16, "rank": 16, "distinct": 2, "resident": 2}
-
-
-def row(variant: str, sweep: str, cost: float, phase: str = "decode", **change: int) -> dict[str, object]:
-    settings = {**START, **change}
-    return {
-        "variant": variant, "model": "m", "phase": phase, "sweep": sweep, "status": "complete", **settings,
-        "tokens": settings["sequences"], "device": "gpu", "dtype": "bfloat16", "scale": 1, "measured_at": "2026-01-01",
-        "adapter_cost_kernels": cost, "adapter_cost_kernels_low": cost - 0.01, "adapter_cost_kernels_high": cost + 0.01,
-    }  # fmt: skip
-
 
 @pytest.fixture
 def frame() -> pd.DataFrame:
-    rows = []
-    for variant in ("base", "punica", "tessa", "tessa:wide"):
-        rows += [row(variant, "tp", 0.1 * tp, tp=tp) for tp in (1, 2, 4)]
-        rows += [row(variant, "batch", 0.3, sequences=n, distinct=min(2, n)) for n in (1, 32)]
-        rows += [row(variant, "distinct", 0.3, distinct=n, resident=n) for n in (1, 8)]
-        rows += [row(variant, "resident", 0.3, resident=8), row(variant, "rank", 0.3, rank=64)]
-        rows += [row(variant, "tp", 0.2, "prefill", tp=tp) for tp in (1, 4)]
-    return pd.DataFrame(rows)
+    return analysis_store.layer_step_rows()
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ def results(tmp_path: Path) -> Path:
         arrivals = np.linspace(0, 5, 20)
         analysis_store.write_requests(cell, arrivals, 0.1 + 0.01 * arrivals * (backend == "base"))
     analysis_store.quality(tmp_path / "results")
+    (tmp_path / "results" / "layer_step").mkdir()
+    rows = analysis_store.layer_step_rows().assign(host=platform.node(), note="see /usr/lib/x/y.py")
+    rows.to_csv(tmp_path / "results" / "layer_step" / "rows.csv", index=False)
     return tmp_path / "results"
 
 
@@ -58,8 +61,14 @@ def test_the_copy_gives_the_same_numbers(results: Path, tmp_path: Path) -> None:
     whole = requests(results, cell)
     assert whole is not None
     assert copied["first_token_s"].to_numpy() == pytest.approx(whole["first_token_s"].to_numpy(), abs=1e-5)
-    kept = pd.read_csv(tmp_path / "ref" / "quality" / "rows.csv")
-    assert len(kept) == len(pd.read_csv(results / "quality" / "rows.csv"))
+
+
+def test_a_studys_own_table_is_copied_without_names(results: Path, tmp_path: Path) -> None:
+    reference.export(results, tmp_path / "ref")
+    kept = pd.read_csv(tmp_path / "ref" / "layer_step" / "rows.csv")
+    assert len(kept) == len(analysis_store.layer_step_rows())
+    assert "host" not in kept
+    assert set(kept["note"]) == {"see <path>"}
 
 
 def test_no_log_no_folder_and_no_host_is_copied(results: Path, tmp_path: Path) -> None:
