@@ -54,9 +54,9 @@ def against_latency(part: pd.DataFrame, notes: dict[str, Any]) -> Figure:
 
 def _ticks(axes: Axes, values: list[float]) -> None:
     """A linear axis from 0, on which a cost per collective is a straight line in time; close ticks are left out."""
-    kept: list[float] = []
-    for value in reversed(values):
-        if not kept or kept[-1] - value > 0.12 * max(values):
+    kept = [values[0]]
+    for value in values[1:]:
+        if value - kept[-1] > 0.12 * max(values):
             kept.append(value)
     axes.set_xticks(kept, [f"{value:g}" for value in kept])
     axes.set_xlabel(LABEL, fontsize=7)

@@ -20,6 +20,7 @@ from tessa.errors import UserError
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "gather")
 """What the model, the adapters' layers and the sampler ask of the group; the counters wrap the same ones."""
 KEPT_STEPS = 4096
+BUSY_S = 300e-6
 _CALIBRATION_CYCLES = 20_000_000
 
 
@@ -33,8 +34,15 @@ class StepMark:
 
 
 def spin(seconds: float) -> None:
-    """Keep this thread busy; sleeping would wake up late by more than the shortest latencies."""
+    """Wait busily, and asleep before that where there is time for it.
+
+    A thread that slept wakes up late by up to a fraction of a millisecond, so the end is always waited for busily. One
+    that was busy all the time has used up its share of a core that others want too, and is held up afterwards, which
+    no slow interconnect would do.
+    """
     end = time.perf_counter() + seconds
+    if seconds > BUSY_S:
+        time.sleep(seconds - BUSY_S)
     while time.perf_counter() < end:
         pass
 
