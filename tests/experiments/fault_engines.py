@@ -36,7 +36,8 @@ class FaultEngine(EngineProcess):
 
     def park(self) -> None:
         super().park()
-        if self.script.get("park") == "kill" and self._process is not None:
+        if self.script.pop("park", None) == "kill" and self._process is not None:
+            Path(self.setup.env["ONCE"]).touch()
             os.kill(self._process.pid, signal.SIGKILL)
 
 

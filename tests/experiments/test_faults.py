@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fault_engines import HANGING, Machines, marked
-from faults import Fault
+from faults import ENGINE, Fault
 
 from analysis import load
 from experiments import cli
@@ -36,11 +36,14 @@ def two_workloads(tiny_run: Any) -> Any:
     return config
 
 
+@pytest.fixture(params=ENGINE, ids=[fault.name for fault in ENGINE])
+def fault(request: pytest.FixtureRequest) -> Fault:
+    return request.param
+
+
 @pytest.fixture
-def machines(request: pytest.FixtureRequest, tmp_path: Path, two_workloads: Any) -> Iterator[Machines]:
-    made = Machines(
-        request.param, tmp_path / "machines" if (tmp_path / "machines").mkdir() is None else tmp_path
-    )
+def machines(fault: Fault, tmp_path: Path, two_workloads: Any) -> Iterator[Machines]:
+    made = Machines({fault.command: fault.behaviour}, tmp_path / "machines")
     made.prepare(cli.plan_run(cli.schema.build(two_workloads), device="cpu"))
     yield made
     for engine in made.made:

@@ -110,6 +110,52 @@ def test_what_does_not_keeps_it(plan, override):
     assert [c.hash for c in plan().cells] == [c.hash for c in plan(override).cells]
 
 
+def test_machines_of_an_engine_make_a_cell_and_their_addresses_do_not(plan):
+    alone, one = plan("tp=2").cells[0], plan("tp=2", "engine.nnodes=1").cells[0]
+    two = plan("tp=2", "engine.nnodes=2").cells[0]
+    moved = plan("tp=2", "engine.nnodes=2", "engine.master_addr=10.0.0.1", "engine.master_port=4000").cells[0]
+    assert alone.hash == one.hash != two.hash == moved.hash
+    assert (alone.labels["nnodes"], two.labels["nnodes"]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("tp=2", "engine.distributed_executor=ray"),
+            "vLLM says 'current platform cpu does not support ray'",
+        ),
+        (("tp=2", "engine.distributed_executor=slurm"), "slurm is not known.*: mp, ray"),
+        (("tp=2", "engine.distributed_executor=ray", "engine.nnodes=2"), "exclude each other"),
+        (("tp=2", "engine.nnodes=4"), "engine.nnodes=4 must divide the 2 ranks of tp=2"),
+        (("tp=2", "engine.nnodes=0"), "engine.nnodes=0 must divide"),
+    ],
+)
+def test_ranks_that_cannot_be_spread_are_refused(plan, overrides, message):
+    with pytest.raises(UserError, match=message):
+        plan(*overrides)
+
+
+def test_ray_is_for_gpus_and_must_be_installed(composed, monkeypatch):
+    config = schema.build(composed("experiment=tp_scaling", "model=tiny", "engine.distributed_executor=ray"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs Ray in this environment"):
+        cli.plan_run(config, device="cuda")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert cli.plan_run(config, device="cuda").cells[0].identity["engine"]["distributed_executor"] == "ray"
+
+
+def test_a_server_of_its_own_has_no_nodes_of_ours(composed):
+    config = schema.build(
+        composed(
+            "experiment=tp_scaling", "model=tiny", "tp=2", "engine.nnodes=2", "backend=openai", "url=http://x"
+        )
+    )
+    plan = cli.plan_run(config, device="cpu")
+    with pytest.raises(UserError, match="'openai' is a server of its own"):
+        cli.check_external(plan, lambda cell: True)
+
+
 def test_cells_with_equal_identity_are_one(plan):
     made = plan("measure.caps.requests=4", backends=["base"], workload__num_requests=[10, 20])
     assert len(made.cells) == 1

@@ -58,6 +58,25 @@ def test_what_no_node_has_is_refused(params, message):
         check(LaunchParams(**params), NODES)
 
 
+def test_a_job_over_nodes_needs_as_many_that_fit():
+    pair = [SMALL, dataclasses.replace(SMALL, name="a2"), dataclasses.replace(SMALL, name="a3", gpus=1)]
+    check(LaunchParams(nodes=2, gpus_per_node=4), pair)
+    with pytest.raises(
+        UserError, match=r"has 2 nodes that fit, this job asks for 3 \(hydra\.launcher\.nodes"
+    ):
+        check(LaunchParams(nodes=3, gpus_per_node=4), pair)
+
+
+@pytest.mark.parametrize(("nnodes", "nodes", "gpus"), [("null", 1, 8), ("1", 1, 8), ("2", 2, 4)])
+def test_the_ranks_of_an_engine_are_spread_over_its_nodes(nnodes, nodes, gpus):
+    params = launcher_section(
+        "experiment=tp_scaling", "tp=8", "hydra/launcher=slurm", f"engine.nnodes={nnodes}"
+    )
+    assert (params.nodes, params.gpus_per_node) == (nodes, gpus)
+    asked = params.submitit()
+    assert (asked["nodes"], asked["ntasks_per_node"], asked["gpus_per_node"]) == (nodes, 1, gpus)
+
+
 def test_a_cluster_without_default_partition_asks_for_one():
     with pytest.raises(UserError, match=r"no default partition.*cpu"):
         check(LaunchParams(), [FAT])
