@@ -20,6 +20,7 @@ from experiments import cli, config, models
 from experiments.backends import known_backends, resolve
 from experiments.layer_step.spec import LayerStepSpec
 from experiments.projection.runner import ProjectionSpec
+from experiments.quality import spec as trials
 from experiments.quality.spec import QualitySpec
 from experiments.studies import spec_from
 from tessa.errors import UserError
@@ -96,13 +97,27 @@ def test_every_experiment_expands(experiment, measure, request, monkeypatch):
     json.dumps([cell.identity for cell in plan.cells], allow_nan=False)
 
 
-@pytest.mark.parametrize("experiment", [name for name in files("experiment") if name not in SERVING])
+@pytest.mark.parametrize(
+    "experiment", [n for n in files("experiment") if kind(n) not in ("serving", "quality")]
+)
 def test_every_study_lists_all_of_its_settings_with_their_defaults(experiment):
     built = composed(f"experiment={experiment}")
     assert built.name == experiment
     spec = spec_from(STUDIES[built.kind], built.study)
     assert set(built.study) == {f.name for f in fields(spec)}
     assert spec == STUDIES[built.kind]()
+
+
+@pytest.mark.parametrize("experiment", [name for name in files("experiment") if kind(name) == "quality"])
+def test_every_quality_experiment_has_its_rates_and_a_smaller_smoke(experiment):
+    study = composed(f"experiment={experiment}").study
+    spec, small = (
+        trials.check(spec_from(QualitySpec, trials.with_smoke(study, m))) for m in ("demo", "smoke")
+    )
+    assert all(trials.rates(spec, structure) for structure in trials.structures(spec))
+    assert len(spec.seeds) >= 3
+    assert small.steps * len(small.seeds) < spec.steps * len(spec.seeds) / 5
+    assert {s.method for s in trials.structures(spec)} >= {"lora", "tessa"}
 
 
 @pytest.mark.parametrize("experiment", SERVING)

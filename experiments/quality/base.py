@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.grid import canonical_hash
+from experiments.identity import canonical_hash
 from experiments.quality import skills
 from tessa.errors import UserError
 

@@ -37,12 +37,19 @@ class WorkerDied(RuntimeError):
 
 
 class Worker:
-    """One training process. `log` takes what it prints."""
+    """One training process. `log` takes what it prints; `gpu` is the only one it sees, None leaves all visible."""
 
     def __init__(
-        self, spec: QualitySpec, cache: Path, log: Path, module: str = "experiments.quality.worker"
+        self,
+        spec: QualitySpec,
+        cache: Path,
+        log: Path,
+        gpu: str | None = None,
+        module: str = "experiments.quality.worker",
     ) -> None:
         self.log = log
+        # Trainer would spread each batch over all the GPUs it sees.
+        seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         threads = {k: str(spec.threads) for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -53,7 +60,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env={**os.environ, **threads, **quiet, "PYTHONPATH": path},
+                env={**os.environ, **threads, **quiet, **seen, "PYTHONPATH": path},
                 start_new_session=True,
             )
         self._first = {"spec": dataclasses.asdict(spec), "cache": str(cache)}

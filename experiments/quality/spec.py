@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from experiments.config import ALL_MODULES
-from experiments.grid import canonical_hash
+from experiments.identity import canonical_hash
 from tessa.errors import UserError
 
 PROTOCOLS = ("skills", "metamath", "commonsense")
@@ -102,7 +103,17 @@ class QualitySpec:
     def identity(self) -> dict[str, Any]:
         """What every trial's result depends on beside the trial itself."""
         values = dataclasses.asdict(self)
-        return {key: value for key, value in values.items() if key not in NOT_IDENTITY}
+        kept = {key: value for key, value in values.items() if key not in NOT_IDENTITY}
+        return {**kept, "data": files_of(self.data)}
+
+
+def files_of(folder: str | None) -> str | None:
+    """What is known of a data folder without reading it: a hash of its JSON files' names and sizes."""
+    if folder is None:
+        return None
+    root = Path(folder).expanduser()
+    files = sorted((str(f.relative_to(root)), f.stat().st_size) for f in root.rglob("*.json*") if f.is_file())
+    return canonical_hash([[name, size] for name, size in files])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shutil
 import threading
 import time
@@ -20,7 +21,7 @@ from experiments.console import Console, duration
 from experiments.quality import spec as trials
 from experiments.quality.pool import Event, Job, Pool, Worker
 from experiments.quality.spec import QualityCell, QualitySpec, Structure, Trial
-from experiments.runner import StopSignals
+from experiments.stopping import StopSignals
 from experiments.store import LOG_NAME, Store
 from tessa.errors import UserError
 
@@ -159,7 +160,10 @@ class Run:
         self.outcome = Outcome()
         self.start_state = provenance.git_state()
         self.session = uuid.uuid4().hex[:12]
-        self._make = make or (lambda _, log: Worker(study.spec, cache, log))
+        cards = gpu_names() if study.device == "cuda" else []
+        self._make = make or (
+            lambda n, log: Worker(study.spec, cache, log, cards[n % len(cards)] if cards else None)
+        )
         self._began = time.perf_counter()
         self._started = 0
         self._claims: dict[str, Claim] = {}
@@ -252,6 +256,14 @@ class Run:
         else:
             self.outcome.complete += 1
             self.console.phase(job.cell.name, f"{describe(job.cell)}, score {summary['mean_score']:.3f}")
+
+
+def gpu_names() -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given:
+        return given.split(",")
+    return [str(i) for i in range(len(provenance.gpus()))]
 
 
 def summarise(

@@ -66,7 +66,6 @@ def train(
                 warmup_steps=round(spec.warmup * spec.steps),
                 weight_decay=spec.weight_decay,
                 max_grad_norm=spec.clip,
-                bf16=spec.dtype == "bfloat16" and not on_cpu,
                 logging_steps=max(1, spec.steps // REPORTS),
                 save_strategy="no",
                 report_to=[],

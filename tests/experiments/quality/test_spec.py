@@ -1,0 +1,96 @@
+"""Which trials follow from the settings, and what makes two of them the same cell."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from experiments.quality import spec as trials
+from experiments.quality.spec import QualitySpec, Structure, Trial
+from tessa.errors import UserError
+
+RATES = {"full": [1e-3], "lora": [1e-3, 1e-2], "bd_lora": [1e-2], "tessa": [1e-3, 3e-3, 1e-2]}
+
+
+def spec(**changes) -> QualitySpec:
+    return trials.check(dataclasses.replace(QualitySpec(learning_rates=RATES), **changes))
+
+
+def test_structures_are_curves_then_studies_each_once():
+    made = spec(
+        budgets=(2, 4),
+        study_budget=4,
+        study_methods=("tessa:across:first", "tessa:across:random"),
+        study_targets=("attention",),
+        target_methods=("lora",),
+    )
+    names = [s.name for s in trials.structures(made)]
+    assert names == [
+        "base", "full", "lora-r2", "lora-r4", "bd_lora-r2", "bd_lora-r4", "tessa-across-random-r2",
+        "tessa-across-random-r4", "tessa-along-random-r2", "tessa-along-random-r4", "tessa-across-first-r4",
+        "lora-r4-attention",
+    ]  # fmt: skip
+
+
+def test_rates_are_searched_where_there_is_a_choice():
+    made = spec(budgets=(2,), methods=("base", "full", "lora", "tessa"))
+    found = [(t.structure.method, t.learning_rate) for t in trials.searches(made)]
+    assert found == [("lora", 1e-3), ("lora", 1e-2), ("tessa", 1e-3), ("tessa", 3e-3), ("tessa", 1e-2)]
+    assert {t.seed for t in trials.searches(made)} == {made.search_seed}
+    assert {t.role for t in trials.searches(made)} == {"search"}
+    assert len(trials.tests(made, Structure("lora", None, None, 2, "all"), 1e-3)) == 3
+    assert len(trials.tests(made, Structure("base"), None)) == 1
+
+
+def cell_hash(made: QualitySpec, device: str = "cpu", **changes) -> str:
+    trial = Trial(Structure("lora", None, None, 2, "all"), 1e-3, 0, "test")
+    return trials.cell("quality", made, dataclasses.replace(trial, **changes), device).hash
+
+
+def test_a_cell_depends_on_what_changes_its_number_alone():
+    here = cell_hash(spec())
+    assert here == cell_hash(spec(seeds=(0, 1, 2, 3, 4), workers=1, limit_s=10.0, budgets=(2, 64)))
+    assert here != cell_hash(spec(steps=7))
+    assert here != cell_hash(spec(base={"steps": 7}))
+    assert here != cell_hash(spec(), device="cuda")
+    assert len({cell_hash(spec(), seed=1), cell_hash(spec(), learning_rate=1e-2), here}) == 3
+
+
+def test_data_files_count_and_their_place_does_not(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_text("{}\n" * (2 if name == "c" else 1))
+    a, b, c = (cell_hash(spec(data=str(tmp_path / name))) for name in "abc")
+    assert a == b != c
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"methods": ("dora",)}, "method 'dora' is unknown; allowed: base, full, lora"),
+        ({"methods": ("tessa:beside",)}, "placement one of across, along"),
+        ({"methods": ("lora:across",)}, "only tessa takes a placement"),
+        ({"protocol": "glue"}, "allowed: skills, metamath, commonsense"),
+        ({"seeds": (0, 1000)}, "is among study.seeds"),
+        ({"seeds": ()}, "3 or more for intervals"),
+        ({"study_methods": ("lora",)}, "study_budget is missing"),
+        ({"workers": 0}, "give 1 or more"),
+        ({"learning_rates": {"adalora": [1.0]}}, "allowed: full, lora"),
+    ],
+)
+def test_mistakes_say_what_is_allowed(changes, said):
+    with pytest.raises(UserError, match=said):
+        spec(**changes)
+
+
+def test_a_method_without_a_rate_is_an_error():
+    with pytest.raises(UserError, match="has none for full"):
+        trials.rates(spec(learning_rates={"lora": [1.0]}), Structure("full"))
+
+
+def test_smoke_replaces_its_namesakes():
+    values = {"steps": 100, "batch": 8, "smoke": {"steps": 2}}
+    assert trials.with_smoke(values, "demo") == values
+    assert trials.with_smoke(values, "smoke")["steps"] == 2
+    assert trials.with_smoke(values, "smoke")["batch"] == 8

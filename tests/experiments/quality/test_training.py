@@ -1,0 +1,95 @@
+"""Real training processes on a base model of seconds: cells end to end, agreement with lm-eval's command line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from analysis import load, quality
+from experiments.console import Console
+from experiments.quality import study as studies
+from experiments.quality.pool import Job, Worker, WorkerDied
+from experiments.quality.spec import QualitySpec, Structure, Trial, cell
+
+TASKS = Path(__file__).resolve().parents[3] / "experiments" / "quality" / "tasks"
+TINY = {"hidden_size": 64, "intermediate_size": 96, "layers": 2, "heads": 4, "steps": 12, "batch": 16}
+SPEC = QualitySpec(
+    methods=("full", "lora", "tessa:across:gradient"), budgets=(4,), seeds=(0,), steps=3, batch=8, workers=1,
+    learning_rates={"full": [1e-3], "lora": [1e-2, 1.0], "tessa": [1e-2]}, train_examples=16, test_examples=8,
+    validation_examples=4, base=TINY,
+)  # fmt: skip
+
+
+def test_cells_end_to_end_and_lm_eval_agrees(cache, tmp_path):
+    study = studies.Study("quality", SPEC, tmp_path / "results", "cpu")
+    out = io.StringIO()
+    outcome = studies.Run(study, Console(out), cache, keep=tmp_path / "adapters")()
+    assert (outcome.complete, outcome.failed) == (5, [])
+    frame = load(tmp_path / "results")
+    rows = quality.rows(frame)
+    assert set(rows["task"]) == {"sum_7", "mirror", "owner", "to_west"}
+    assert rows["value"].between(0, 1).all()
+    assert (rows["examples"] == 8).all()
+    assert (frame[frame["role"] == "search"]["examples"] == 4).all()
+    assert (rows["training_s"] > 0).all()
+    memory = rows.groupby("method")["peak_memory_bytes"].first()
+    assert memory["full"] > memory["lora"] > 4 * rows["total_params"].max()
+    assert "step 3/3, loss" in out.getvalue()
+
+    kept = {path.name.split("-r4")[0] for path in (tmp_path / "adapters").iterdir()}
+    assert {"lora", "tessa-across-gradient"} <= kept
+    adapter = next((tmp_path / "adapters").glob("tessa-*"))
+    command = [sys.executable, "-m", "tessa.lm_eval", "run", "--model", "hf", "--model_args"]
+    command += [
+        f"pretrained={_base(cache)},peft={adapter},dtype=float32",
+        "--tasks",
+        "tessa_owner",
+        "--limit",
+        "8",
+    ]
+    command += ["--include_path", str(TASKS), "--device", "cpu", "--batch_size", "8"]
+    command += ["--output_path", str(tmp_path / "out.json")]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (result,) = tmp_path.glob("out*.json")
+    scored = json.loads(result.read_text())["results"]["tessa_owner"]["exact_match,none"]
+    own = rows[(rows["method"] == "tessa") & (rows["task"] == "owner")]["value"].item()
+    assert scored == pytest.approx(own)
+
+
+def _base(cache: Path) -> Path:
+    from experiments.quality import base
+
+    return base.folder(base.settings(TINY), cache)
+
+
+@pytest.fixture
+def worker(cache, tmp_path, tiny_base):
+    made = Worker(SPEC, cache, tmp_path / "log")
+    made.start(lambda _: None)
+    yield made
+    made.stop()
+
+
+def job(rate: float = 1e-2, seed: int = 0) -> Job:
+    structure = Structure("lora", None, None, 4, "all")
+    return Job(cell("quality", SPEC, Trial(structure, rate, seed, "test"), "cpu"))
+
+
+def test_trials_are_repeatable_and_a_dead_process_says_so(worker):
+    def outcome(**options):
+        return worker.run(job(**options), 0, lambda _: None)["result"]["train_loss"]
+
+    first = outcome()
+    assert outcome(seed=1) != first  # no state of one trial reaches the next
+    assert outcome() == first
+    os.killpg(worker._process.pid, 9)
+    with pytest.raises(WorkerDied, match=r"SIGKILL|is gone"):
+        outcome()
