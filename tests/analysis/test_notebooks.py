@@ -63,7 +63,7 @@ def test_all_are_there_and_thin() -> None:
         ("overview", 1, ["C6", "tp_scaling", "output_tokens_per_s"]),
         ("serving", 10, ["slora:communication=off", "missing: adapter_count/slora"]),
         ("quality", 1, ["base7_addition", "C5"]),
-        ("projection", 5, ["layer_ops_median_error", "C6_tessa_over_slora", "run.py experiment=layer_step"]),
+        ("projection", 6, ["layer_ops_median_error", "C6_tessa_over_slora", "layer_step, emulated"]),
     ],
 )
 def test_a_notebook_shows_a_users_results(
