@@ -193,10 +193,11 @@ class Nodes:
     def _welcome(self, connection: socket.socket, address: tuple[str, int]) -> None:
         connection.settimeout(INTRODUCTION_S)
         lines = Lines(connection)
-        try:
-            about = next(iter(lines.read()), {})
-        except EOFError:
-            about = {}
+        about: dict[str, Any] = {}
+        with contextlib.suppress(EOFError):
+            while not (messages := lines.read()):
+                pass
+            about = messages[0]
         if not hmac.compare_digest(str(about.pop("token", "")), self._token):
             connection.close()
             return
