@@ -54,6 +54,9 @@ def _submit_group(group: list[SweepJob]) -> None:
     )
     options = params.submitit()
     options["setup"] = [*options["setup"], _python_path()]
+    if params.cpus is not None:
+        # Since Slurm 22.05 a job's srun takes one CPU for its task unless it is told again.
+        options["setup"].append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK")
     try:
         executor.update_parameters(**options)
         with executor.batch():

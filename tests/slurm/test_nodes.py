@@ -73,7 +73,7 @@ def test_the_plain_script_brings_the_other_nodes(cluster, sweeps, until):
     assert (frame["status"] == "complete").all(), log.read_text()
     assert {tuple(nodes) for nodes in frame["nodes"]} == {(1,)}
     assert "the run is over" in log.read_text()
-    assert not list(Path(__file__).resolve().parents[2].glob(".nodes-*"))
+    assert not list(Path(__file__).resolve().parents[2].glob(".cache/nodes-*"))
 
 
 @pytest.mark.engine
