@@ -41,12 +41,6 @@ class GroupedLoRA(AdapterHook):
         self.wrapper: GroupedWrapper | None = None
         self.exact_rank: int | None = int(options["lora_rank"]) if options.get("lora_rank") else None
 
-    def target_modules(self, model: Any) -> list[str]:
-        from vllm.lora.utils import get_supported_lora_modules
-
-        embeddings = set(getattr(model, "embedding_modules", None) or ())
-        return sorted(set(get_supported_lora_modules(model)) - embeddings)
-
     def punica_wrapper(self, *args: Any, **kwargs: Any) -> GroupedWrapper | None:
         if self.options.get("compute") == "off":
             if self.stock and not current_platform.is_cpu():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,7 +68,7 @@ def ensure_adapters(spec: AdapterSet, cache: Path) -> list[Path]:
         UserError: the description does not fit the model (the child's message).
     """
     target = cache / "adapters" / spec.hash
-    if not (target / "complete").is_file():
+    if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as scratch:
             description = Path(scratch) / "spec.json"
@@ -84,14 +83,17 @@ def ensure_adapters(spec: AdapterSet, cache: Path) -> list[Path]:
             if child.returncode:
                 lines = child.stderr.strip().splitlines() or ["no message"]
                 raise UserError(f"the adapters could not be made: {lines[-1]}")
-            if target.exists():
-                shutil.rmtree(target)
-            try:
-                made.rename(target)
-            except OSError:
-                if not (target / "complete").is_file():  # another run was first otherwise
-                    raise
+            publish(made, target)
     return [target / name for name in spec.names]
+
+
+def publish(made: Path, target: Path) -> None:
+    """Move a finished folder to its place in the cache; where another run was first, its folder stays."""
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
 
 
 def make(spec: AdapterSet, folder: Path) -> None:
@@ -101,7 +103,6 @@ def make(spec: AdapterSet, folder: Path) -> None:
         raise UserError(f"adapter format '{spec.format}' is unknown; allowed: {', '.join(writers)}")
     for index, rank in enumerate(spec.ranks):
         writers[spec.format](spec, index, rank, folder / adapter_name(index))
-    (folder / "complete").write_text("")
 
 
 def _write_tessa(spec: AdapterSet, index: int, rank: int, folder: Path) -> None:

@@ -92,9 +92,12 @@ class AdapterHook:
         """
         return None
 
-    def target_modules(self, model: Any) -> list[str] | None:
-        """Module names to wrap where the user named none; None keeps vLLM's default of all of them."""
-        return None
+    def target_modules(self, model: Any) -> list[str]:
+        """Module names to wrap where the user named none: every linear layer that vLLM can adapt."""
+        from vllm.lora.utils import get_supported_lora_modules
+
+        embeddings = set(getattr(model, "embedding_modules", None) or ())
+        return sorted(set(get_supported_lora_modules(model)) - embeddings)
 
     def load_adapter(self, manager: WorkerLoRAManager, request: LoRARequest) -> LoRAModel | None:
         """Read an adapter folder; None leaves it to vLLM.

@@ -221,6 +221,17 @@ def _bd_lora_unit(s: Slice, module: str, blocks: int) -> float | None:
     return None if blocked % blocks else whole + blocked // blocks
 
 
+def matched_bd_rank(sizes: Mapping[str, tuple[int, int]], rank: int, blocks: int) -> int:
+    """The rank, a multiple of `blocks`, at which BD-LoRA spends most nearly LoRA's parameters at `rank`.
+
+    Args:
+        sizes: module path -> (d_out, d_in) of every adapted layer.
+    """
+    lora = sum(lora_params(rank, *size) for size in sizes.values())
+    unit = sum(bd_lora_params(blocks, *size, parallel_of(name), blocks) for name, size in sizes.items())
+    return blocks * max(1, round(lora / unit))
+
+
 def budget_of(slices: Mapping[str, Slice], rank: float, blocks: int = 8) -> Budget:
     """Realised budget of slices (module path -> slice) that were made for a rank-equivalent.
 

@@ -26,7 +26,9 @@ def draw(table: pd.DataFrame) -> dict[str, Figure]:
     slices = table[(table["method"] == "tessa") & (table["targets"].isin(["all", _main_targets(table)]))]
     budgets = slices.groupby("rank_equivalent")["structure"].nunique()
     if len(budgets) and budgets.max() > 1 and slices["offset_rule"].nunique() > 1:
-        found["_slices"] = side_by_side(table, float(budgets.idxmax()), "slices")
+        found["_slices"] = side_by_side(
+            table, float(np.asarray(budgets.index)[budgets.to_numpy().argmax()]), "slices"
+        )
     if table["targets"].nunique() > 1:
         other = table[table["targets"] != _main_targets(table)]["rank_equivalent"].dropna()
         found["_targets"] = side_by_side(table, float(other.iloc[0]), "targets")

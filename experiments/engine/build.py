@@ -10,11 +10,13 @@ from typing import Any
 import baselines
 from experiments import models
 from experiments.adapters import AdapterSet, ensure_adapters
-from experiments.config import RunConfig
+from experiments.backends import resolve, wrong_by_design
+from experiments.config import BackendConfig, RunConfig
 from experiments.engine import gate as gating
 from experiments.engine.merge import ensure_merged
 from experiments.engine.setup import EngineSetup, cpu_env, offline_env, vllm_rank
 from tessa.backend import BackendSpec
+from tessa.budget import matched_bd_rank
 from tessa.errors import UserError
 
 FIRST_TEXT_TOKEN = 3  # generated tokenizers keep 0, 1 and 2 for padding, start and end
@@ -27,55 +29,52 @@ def build_setup(config: RunConfig, engine: Mapping[str, Any], cache: Path) -> En
         engine: what the engine's identity says (`experiments.grid.engine_identity`).
         cache: folder for generated models, adapters and references.
     """
-    spec = baselines.get_backend(engine["backend"])
-    options = backend_options(spec, engine)
+    backend = resolve(
+        BackendConfig(engine["backend"], engine["kernels"], dict(engine["options"])), engine["device"]
+    )
+    spec = baselines.get_backend(backend.name)
     model_spec = models.load_spec(config.model)
+    real_weights = model_spec.weights != "dummy"
+    if spec.adapter_format == "merged" and not real_weights:
+        raise UserError("backend 'merged' needs real weights to merge into; use another backend or model")
     model = str(models.ensure_model(model_spec, cache))
     adapters = adapter_set(spec, engine, model_spec)
     folders = [str(f) for f in ensure_adapters(adapters, cache)] if adapters else []
-    first = FIRST_TEXT_TOKEN
-    requests = gating.gate_requests(
-        int(engine["adapters"]["count"]) if spec.uses_adapters else 1,
-        model_spec.vocab_size,
-        first,
-        config.measure.gate.requests,
-    )
     gate: dict[str, Any] | None = None
     if config.measure.gate.enabled:
-        if not spec.uses_adapters and spec.adapter_format != "merged":
-            requests = [replace(r, adapter=None) for r in requests]
-        expected = None
-        if model_spec.weights != "dummy":
-            expected = gating.reference(model, folders, requests, engine["device"], cache)
-        gate = {"requests": [asdict(r) for r in requests], "expected": expected}
+        requests = gate_requests(spec, engine, model_spec, config.measure.gate.requests)
+        expected = (
+            gating.reference(model, folders, requests, engine["device"], cache) if real_weights else None
+        )
+        # A request to the merged model names no adapter, though its reference does.
+        sent = requests if spec.uses_adapters else [replace(r, adapter=None) for r in requests]
+        gate = {"requests": [asdict(r) for r in sent], "expected": expected}
     if spec.adapter_format == "merged":
-        if model_spec.weights == "dummy":
-            raise UserError("backend 'merged' needs real weights to merge into; use another backend or model")
         model = str(ensure_merged(Path(model), Path(folders[0]), cache))
-        if gate is not None:
-            merged_requests = [r for r in requests if r.adapter == 0]
-            keep = [i for i, r in enumerate(requests) if r.adapter == 0]
-            expected = gate["expected"]
-            gate = {
-                "requests": [asdict(replace(r, adapter=None)) for r in merged_requests],
-                "expected": [expected[i] for i in keep],
-            }
-        folders = []
-    if not spec.uses_adapters:
-        folders = []
     return EngineSetup(
         backend=spec.name,
         model=model,
-        adapters=tuple(folders),
-        engine_args=engine_args(spec, options, config, engine, model, model_spec),
+        adapters=tuple(folders) if spec.uses_adapters else (),
+        engine_args=engine_args(spec, backend, config, engine, model, model_spec),
         env={
             **(cpu_env(local_ranks(engine)) if engine["device"] == "cpu" else {"VLLM_PLUGINS": "tessa"}),
             **offline_env(model),
         },
         gate=gate,
-        wrong_by_design=any((k, v) in spec.wrong_by_design for k, v in options.items()),
+        wrong_by_design=wrong_by_design(backend.name, backend.options),
         device=engine["device"],
     )
+
+
+def gate_requests(
+    spec: BackendSpec, engine: Mapping[str, Any], model: models.ModelSpec, count: int
+) -> list[gating.GateRequest]:
+    """The gate's batch for a backend: over its adapters, over the one that is merged, or over none."""
+    adapters = int(engine["adapters"]["count"]) if spec.uses_adapters else 1
+    requests = gating.gate_requests(adapters, model.vocab_size, FIRST_TEXT_TOKEN, count)
+    if spec.adapter_format == "merged":
+        return [r for r in requests if r.adapter == 0]
+    return requests if spec.uses_adapters else [replace(r, adapter=None) for r in requests]
 
 
 def local_ranks(engine: Mapping[str, Any]) -> int:
@@ -83,32 +82,6 @@ def local_ranks(engine: Mapping[str, Any]) -> int:
     settings = engine["engine"]
     pipeline = int((settings.get("extra") or {}).get("pipeline_parallel_size", 1))
     return int(engine["tp"]) * pipeline // int(settings.get("nnodes") or 1)
-
-
-def backend_options(spec: BackendSpec, engine: Mapping[str, Any]) -> dict[str, str]:
-    """The backend's options with defaults filled in; UserError for one it does not know."""
-    given = {key: str(value) for key, value in dict(engine["options"]).items()}
-    # YAML reads bare on and off as booleans.
-    given = {key: {"True": "on", "False": "off"}.get(value, value) for key, value in given.items()}
-    for key, value in given.items():
-        if key not in spec.options:
-            known = ", ".join(spec.options) or "none"
-            raise UserError(f"backend '{spec.name}' has no option '{key}'; it has: {known}")
-        if value not in spec.options[key]:
-            raise UserError(
-                f"option {key}={value} of '{spec.name}' is unknown; allowed: {', '.join(spec.options[key])}"
-            )
-    return {key: given.get(key, allowed[0]) for key, allowed in spec.options.items()}
-
-
-def chosen_kernels(spec: BackendSpec, kernels: str) -> str:
-    if kernels in ("auto", "none"):
-        return spec.kernels[0]
-    if kernels not in spec.kernels:
-        raise UserError(
-            f"backend '{spec.name}' has no kernels '{kernels}'; allowed: {', '.join(spec.kernels)}"
-        )
-    return kernels
 
 
 def adapter_ranks(adapters: Mapping[str, Any]) -> list[int]:
@@ -145,19 +118,9 @@ def adapter_set(spec: BackendSpec, engine: Mapping[str, Any], model: models.Mode
     )
 
 
-def matched_bd_rank(shapes: Mapping[str, tuple[int, int]], rank: int, blocks: int) -> int:
-    """The rank, a multiple of ``blocks``, at which BD-LoRA spends most nearly LoRA's parameters at ``rank``."""
-    from tessa.budget import bd_lora_params, lora_params
-    from tessa.slices import parallel_of
-
-    lora = sum(lora_params(rank, *shape) for shape in shapes.values())
-    per_block = sum(bd_lora_params(blocks, *shape, parallel_of(m), blocks) for m, shape in shapes.items())
-    return blocks * max(1, round(lora / per_block))
-
-
 def engine_args(
     spec: BackendSpec,
-    options: Mapping[str, str],
+    backend: BackendConfig,
     config: RunConfig,
     engine: Mapping[str, Any],
     model: str,
@@ -193,7 +156,6 @@ def engine_args(
             arguments[name] = settings[key]
     adapters = engine["adapters"]
     ranks = adapter_ranks(adapters)
-    kernels = chosen_kernels(spec, str(engine["kernels"]))
     if spec.uses_adapters or spec.engine_args.get("enable_lora"):
         if spec.adapter_format == "bd_lora":
             ranks = list(adapter_set(spec, engine, model_spec).ranks)  # type: ignore[union-attr]
@@ -207,9 +169,9 @@ def engine_args(
     if spec.hook:
         arguments["additional_config"] = {
             "adapter_backend": spec.hook,
-            "kernels": kernels,
+            "kernels": backend.kernels,
             "lora_rank": max(ranks),
-            **options,
+            **backend.options,
         }
     arguments.update(spec.engine_args)
     arguments.update(settings.get("extra") or {})

@@ -19,6 +19,7 @@ from typing import Any
 from experiments.adapters import adapter_name
 from experiments.engine.gate import PROMPT_TOKENS, TOLERANCE, GateRequest, compare
 from experiments.engine.latency import slope_of_steps
+from experiments.engine.load_server import LoadServer
 from experiments.engine.setup import EngineSetup
 from experiments.measure.types import TokenEvent
 from tessa.vllm.lifetime import die_with_parent
@@ -75,13 +76,12 @@ class VllmClient:
         await self.engine.abort(self.engine_id(request_id))
 
 
-class Server:
+class Server(LoadServer):
     """Answers the parent's commands."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
         self.engine: Any = None
-        self.client: VllmClient | None = None
         self.added_us: float | None = None
 
     async def start(self) -> dict[str, Any]:
@@ -89,8 +89,15 @@ class Server:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.setup.engine_args))
+        arguments = AsyncEngineArgs(**self.setup.engine_args)
+        if self.setup.fork:
+            config = arguments.create_engine_config()
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM has just set its own choice
+            self.engine = AsyncLLM.from_vllm_config(config)
+        else:
+            self.engine = AsyncLLM.from_engine_args(arguments)
         self.client = VllmClient(self.engine, self.setup.adapters)
+        self.names = [request.lora_name for request in self.client.requests]
         slots = self.setup.engine_args.get("max_loras", 0)
         load_s = []
         loop = asyncio.get_running_loop()
@@ -167,48 +174,17 @@ class Server:
 
         return await asyncio.gather(*(one(i, r) for i, r in enumerate(requests)))
 
-    async def warmup(self, workload: str) -> dict[str, Any]:
-        """Run a workload that uses every adapter; nothing of it is reported."""
-        result = await self._run(workload, {})
-        if result.status != "ok" or any(r.error for r in result.records):
-            errors = [r.error for r in result.records if r.error]
-            raise RuntimeError(f"warm-up: {result.reason or errors[0]}")
-        return {}
+    def before_load(self) -> None:
+        self.client.next_run()
 
     async def run(self, workload: str, options: Mapping[str, Any], records: str) -> dict[str, Any]:
-        """Run a workload once and write one record per request to ``records``."""
-        from experiments.measure.types import records_to_frame
-
-        if self.added_us is not None:  # counts begin anew
-            await self.engine.collective_rpc("tessa_add_latency", args=(self.added_us,))
-        result = await self._run(workload, options)
-        counted = await self._latency_counts() if self.added_us is not None else None
-        records_to_frame(result.records).to_parquet(records)
-        return {
-            "wall_s": result.wall_s,
-            "status": result.status,
-            "reason": result.reason,
-            "mode": result.mode,
-            "engine_steps": counted["steps"] if counted else None,
-            "engine_collectives": counted["collectives"] if counted else None,
-        }
-
-    async def _run(self, workload: str, options: Mapping[str, Any]) -> Any:
-        from experiments.measure.load import LoadOptions, run_load
-        from experiments.workload.types import Workload
-
-        assert self.client is not None
-        self.client.next_run()
-        limit = options.get("max_in_flight")
-        load = LoadOptions(
-            adapter_names=[r.lora_name for r in self.client.requests],
-            base_only=not self.client.requests,
-            mode="closed_loop" if limit else None,
-            concurrency=limit,
-            request_timeout_s=options.get("request_timeout_s", 600.0),
-            stall_timeout_s=options.get("stall_timeout_s", 120.0),
-        )
-        return await run_load(self.client, Workload.load(workload), load)
+        """As `LoadServer.run`; with an added latency also the forward passes and collectives of the load."""
+        if self.added_us is None:
+            return await super().run(workload, options, records)
+        await self.engine.collective_rpc("tessa_add_latency", args=(self.added_us,))  # counts begin anew
+        result = await super().run(workload, options, records)
+        counted = await self._latency_counts()
+        return {**result, "engine_steps": counted["steps"], "engine_collectives": counted["collectives"]}
 
     async def counters(self) -> dict[str, Any]:
         """Counts of a decode step of `COUNTED_REQUESTS` tokens, from untimed steps (see `tessa.vllm.worker`)."""

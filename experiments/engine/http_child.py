@@ -19,6 +19,7 @@ from experiments.engine import child
 from experiments.engine.gate import NEW_TOKENS, TOLERANCE, GateRequest, compare
 from experiments.engine.http_client import OpenAIClient, ServerError, SLoraClient
 from experiments.engine.http_gate import compare_continuations, not_gated
+from experiments.engine.load_server import LoadServer
 from experiments.engine.setup import EngineSetup
 from tessa.errors import UserError
 from tessa.vllm.lifetime import die_with_parent
@@ -29,7 +30,7 @@ POLL_S = 0.2
 LOOPBACK = "127.0.0.1"
 
 
-class HttpServer:
+class HttpServer(LoadServer):
     """Answers the parent's commands; subclasses know one protocol each.
 
     ``setup.adapters`` are the adapters' names at the server by index, empty where every request goes to the base
@@ -38,45 +39,7 @@ class HttpServer:
 
     def __init__(self, setup: EngineSetup) -> None:
         self.setup, self.settings = setup, setup.engine_args
-        self.client: OpenAIClient | SLoraClient | None = None
-        self.names: list[str] = list(setup.adapters)
-
-    async def warmup(self, workload: str) -> dict[str, Any]:
-        """Run a workload that uses every adapter; nothing of it is reported."""
-        result = await self._run(workload, {})
-        errors = [record.error for record in result.records if record.error]
-        if result.status != "ok" or errors:
-            raise ServerError(f"warm-up: {result.reason or errors[0]}")
-        return {}
-
-    async def run(self, workload: str, options: Mapping[str, Any], records: str) -> dict[str, Any]:
-        """Run a workload once and write one record per request to ``records``."""
-        from experiments.measure.types import records_to_frame
-
-        result = await self._run(workload, options)
-        records_to_frame(result.records).to_parquet(records)
-        return {
-            "wall_s": result.wall_s,
-            "status": result.status,
-            "reason": result.reason,
-            "mode": result.mode,
-        }
-
-    async def _run(self, workload: str, options: Mapping[str, Any]) -> Any:
-        from experiments.measure.load import LoadOptions, run_load
-        from experiments.workload.types import Workload
-
-        assert self.client is not None
-        limit = options.get("max_in_flight")
-        load = LoadOptions(
-            adapter_names=self.names,
-            base_only=not self.names,
-            mode="closed_loop" if limit else None,
-            concurrency=limit,
-            request_timeout_s=options.get("request_timeout_s", 600.0),
-            stall_timeout_s=options.get("stall_timeout_s", 120.0),
-        )
-        return await run_load(self.client, Workload.load(workload), load)
+        self.names = list(setup.adapters)
 
     async def counters(self) -> dict[str, Any]:
         """Nothing: what happens inside the server cannot be counted from here."""

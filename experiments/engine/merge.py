@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from experiments.adapters import publish
 from tessa.errors import UserError
 
 
@@ -35,7 +36,7 @@ def ensure_merged(model: Path, adapter: Path, cache: Path) -> Path:
             if child.returncode:
                 lines = child.stderr.strip().splitlines() or ["no message"]
                 raise UserError(f"the adapter could not be merged into {model.name}: {lines[-1]}")
-            out.rename(target)
+            publish(out, target)
     return target
 
 

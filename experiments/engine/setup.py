@@ -33,6 +33,8 @@ class EngineSetup:
         gate: what the correctness gate compares with (see `experiments.engine.gate`), or None.
         wrong_by_design: the outputs are meant to be wrong, so there is no gate.
         device: "cpu" or "cuda".
+        fork: start vLLM's processes by forking this one instead of having each import vLLM anew. That takes half the
+            time, but OpenMP's threads are then not bound to cores, so it is for tests of outputs, not for numbers.
     """
 
     backend: str
@@ -43,6 +45,7 @@ class EngineSetup:
     gate: Mapping[str, Any] | None = None
     wrong_by_design: bool = False
     device: str = "cpu"
+    fork: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -32,7 +32,7 @@ Progress = Callable[[int, int, float], None]
 @dataclass(frozen=True)
 class BaseSettings:
     """What determines the model. `intermediate_size` is such that BD-LoRA of 4 blocks spends LoRA's parameters at
-    twice LoRA's rank (see `experiments.quality.methods.matched_bd_rank`); heads of 32 are the smallest that vLLM's
+    twice LoRA's rank (see `tessa.budget.matched_bd_rank`); heads of 32 are the smallest that vLLM's
     attention takes on a CPU."""
 
     hidden_size: int = 128

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from experiments.quality.spec import TARGETS, QualitySpec, Structure
-from tessa.budget import bd_lora_params, lora_params
-from tessa.slices import COLUMN_PARALLEL, ROW_PARALLEL, parallel_of
+from tessa.budget import lora_params, matched_bd_rank
+from tessa.slices import COLUMN_PARALLEL, ROW_PARALLEL
 
 if TYPE_CHECKING:
     import torch
@@ -82,13 +82,6 @@ def shapes(model: PreTrainedModel, targets: list[str]) -> dict[str, tuple[int, i
         for name, module in model.named_modules()
         if name.rsplit(".", 1)[-1] in targets and hasattr(module, "in_features")
     }
-
-
-def matched_bd_rank(sizes: Mapping[str, tuple[int, int]], rank: int, blocks: int) -> int:
-    """The rank, a multiple of `blocks`, at which BD-LoRA spends most nearly LoRA's parameters at `rank`."""
-    lora = sum(lora_params(rank, *size) for size in sizes.values())
-    unit = sum(bd_lora_params(blocks, *size, parallel_of(name), blocks) for name, size in sizes.items())
-    return blocks * max(1, round(lora / unit))
 
 
 def budget(model: PreTrainedModel, structure: Structure, trained: int) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""Compiled CPU kernels for products over rows grouped by adapter slot; float32, one thread.
+"""Compiled CPU kernels for products over rows grouped by adapter slot; float32, on one thread.
 
 Library products over a handful of rows spend most of their time on packing operands and on a second pass over the
 output. These read each delta once per pair of tokens and add into the output directly. Numba compiles them on first
@@ -25,8 +25,9 @@ except ImportError:  # a requirement of vLLM, not of this package
     njit = None
 
 MOST_WORK = 2**15
-"""Rows times width up to which these kernels are used: beyond, a matrix library's blocking pays
-(`python -m experiments.bench_schedules` and `python -m experiments.bench_lora_ops` show both sides)."""
+"""Rows times width times threads of the rank up to which these kernels, which use one thread, are faster: beyond,
+a matrix library's blocking and its threads pay (`python -m experiments.bench_schedules` and
+`python -m experiments.bench_lora_ops` show both sides)."""
 CHUNK = 1024  # floats of an output row that stay in the first-level cache beside four weight rows
 
 
@@ -34,8 +35,7 @@ def usable(routing: Routing, width: int, *tensors: Tensor) -> bool:
     """Whether these kernels can and should compute a product; the tensors must be contiguous float32."""
     return (
         njit is not None
-        and 0 < routing.rows * width <= MOST_WORK
-        and torch.get_num_threads() == 1
+        and 0 < routing.rows * width * torch.get_num_threads() <= MOST_WORK
         and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
     )
 

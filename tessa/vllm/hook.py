@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
-from vllm.lora.utils import get_adapter_absolute_path, get_supported_lora_modules
+from vllm.lora.utils import get_adapter_absolute_path
 from vllm.platforms import current_platform
 
 from tessa.adapter_io import read_adapter
@@ -77,10 +77,6 @@ class TessaHook(AdapterHook):
         wrapper = RoutingWrapper(*args, **kwargs)
         wrapper.keep_vllm_metadata = False  # only TESSA's layers are wrapped, and they read the routing alone
         return wrapper
-
-    def target_modules(self, model: Any) -> list[str]:
-        embeddings = set(getattr(model, "embedding_modules", None) or ())
-        return sorted(set(get_supported_lora_modules(model)) - embeddings)
 
     def load_adapter(self, manager: WorkerLoRAManager, request: LoRARequest) -> LoRAModel:
         path = get_adapter_absolute_path(request.lora_path)

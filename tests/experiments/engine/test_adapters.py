@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from experiments import models
 from experiments.adapters import AdapterSet, ensure_adapters, make
-from experiments.engine.build import matched_bd_rank
 from experiments.engine.reference import merged
+from tessa.budget import matched_bd_rank
 from tessa.errors import UserError
 from tessa.peft import TessaConfig  # noqa: F401  (registers TESSA with PEFT)
 

@@ -20,9 +20,10 @@ from experiments import models
 from experiments.adapters import AdapterSet, ensure_adapters
 from experiments.config import ALL_MODULES, GateConfig, MeasureConfig, RunConfig
 from experiments.engine import gate as gating
-from experiments.engine.build import build_setup, matched_bd_rank
+from experiments.engine.build import build_setup
 from experiments.engine.parent import EngineProcess
 from experiments.engine.setup import EngineSetup
+from tessa.budget import matched_bd_rank
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(900)]
 
@@ -92,7 +93,7 @@ def setup_for(
     }
     measure = MeasureConfig(name="test", gate=GateConfig(enabled=folders is None))
     config = RunConfig(name="test", tp=tp, model=model_values(MODEL), measure=measure)
-    setup = build_setup(config, engine, cache)
+    setup = dataclasses.replace(build_setup(config, engine, cache), fork=True)
     if folders is None:
         return setup
     requests = gating.gate_requests(len(folders), spec.vocab_size, 3, len(folders))
