@@ -140,11 +140,13 @@ def train(
     """
     import torch
 
+    from experiments.quality.muon import Muon
+
     model = new_model(chosen).train()
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("model.layers")]
     rest = [p for n, p in model.named_parameters() if p.ndim < 2 or not n.startswith("model.layers")]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(hidden, lr=chosen.learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        Muon(hidden, lr=chosen.learning_rate),
         torch.optim.AdamW(rest, lr=chosen.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     began, loss = time.perf_counter(), float("nan")
