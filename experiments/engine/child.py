@@ -93,6 +93,8 @@ class Server(LoadServer):
         if self.setup.fork:
             config = arguments.create_engine_config()
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM has just set its own choice
+            # The plugin asks for it where it is loaded, which happens in this process alone.
+            os.register_at_fork(after_in_child=die_with_parent)
             self.engine = AsyncLLM.from_vllm_config(config)
         else:
             self.engine = AsyncLLM.from_engine_args(arguments)
