@@ -1,4 +1,4 @@
-"""Make the reference results on this machine's CPU: `make reference`. About 45 minutes on two cores.
+"""Make the reference results on this machine's CPU: `make reference`. About 75 minutes on two cores.
 
 Runs the experiments below one after another into `results/reference-run` (not in git), on a tree without uncommitted
 changes, then writes their small copy, the figures and the README's tables. Interrupted, the same command goes on
@@ -24,6 +24,7 @@ from experiments import provenance  # noqa: E402
 
 RUN, OUT = REPO / "results" / "reference-run", REPO / "results" / "reference"
 FULL = ("model=small", "measure=demo", "measure.rounds=5")
+DECODE = ("workload.prompt_tokens.value=32", "workload.output_tokens.value=96", "measure.caps.output_tokens=96")
 SHORT = ("tp=2", "model=small", "measure=demo", "backends=[base,slora,tessa]")
 
 
@@ -54,8 +55,8 @@ class Step:
 AZURE = "AzureLLMInferenceTrace_conv.csv"
 STEPS = (
     Step("layer_step", ("study.budget_s=150", "study.models=[llama-3.1-8b]", "study.rounds=3"), 3),
-    Step("tp_scaling", ("tp=1", *FULL), 4),
-    Step("tp_scaling", ("tp=2", *FULL), 5),
+    Step("tp_scaling", ("tp=1", *FULL, *DECODE), 7),
+    Step("tp_scaling", ("tp=2", *FULL, *DECODE), 8),
     Step("breakdown", ("tp=2", *FULL), 6),
     Step("popularity", (*SHORT, "measure.caps.grid_values=6"), 6),
     Step("adapter_count", (*SHORT, "grid.adapters.count=[4,32]"), 6),
