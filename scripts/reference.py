@@ -24,7 +24,11 @@ from experiments import provenance  # noqa: E402
 
 RUN, OUT = REPO / "results" / "reference-run", REPO / "results" / "reference"
 FULL = ("model=small", "measure=demo", "measure.rounds=5")
-DECODE = ("workload.prompt_tokens.value=32", "workload.output_tokens.value=96", "measure.caps.output_tokens=96")
+DECODE = (
+    "workload.prompt_tokens.value=32",
+    "workload.output_tokens.value=96",
+    "measure.caps.output_tokens=96",
+)
 SHORT = ("tp=2", "model=small", "measure=demo", "backends=[base,slora,tessa]")
 
 
