@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         key=lambda item: item.get_closest_marker("engine") is None and not item.get_closest_marker("slurm")
     )
     for item in items:
-        if item.get_closest_marker("slurm"):
+        if "slurm" in item.path.parts:
             group = "slurm"
         else:
             group = item.nodeid if item.get_closest_marker("alone") else str(item.path)
