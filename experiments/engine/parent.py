@@ -121,7 +121,11 @@ class EngineProcess:
             error.records = records
             raise error
         if self._counters is None:
-            self._counters = self.counters()
+            try:
+                self._counters = self.counters()
+            except EngineError as error:
+                error.records = records
+                raise
         counters = dict(self._counters)
         if self._added_us is not None:
             counted = {name: result[name] for name in ("engine_steps", "engine_collectives")}
