@@ -78,7 +78,8 @@ def test_an_interrupted_run_leaves_no_process_and_no_half_written_cell(
             assert time.monotonic() < give_up, output.read_text()[-3000:]
             sessions |= sessions_below(run)
             time.sleep(0.05)
-        assert len(sessions) == 3, "the run and two engines"
+        living = {os.getsid(process.pid) for process in of_sessions(sessions)}
+        assert len(living) == 3, "the run and two engines"
         segments = mapped(of_sessions(sessions))
         scratch = {word for process in of_sessions(sessions) for word in folder_of(process)}
         assert scratch
