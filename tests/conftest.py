@@ -10,22 +10,9 @@ import pytest
 REPO = Path(__file__).resolve().parents[1]
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in a hook of the same name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the tests over pytest-xdist's workers: a file stays together for its fixtures, Slurm has one cluster.
-
-    Tests marked `alone` share nothing with their file, which is worth a place of their own where each starts an
-    engine. The longest come first, so that the workers end at about the same time.
-    """
-    items.sort(
-        key=lambda item: item.get_closest_marker("engine") is None and not item.get_closest_marker("slurm")
-    )
-    for item in items:
-        if "slurm" in item.path.parts:
-            group = "slurm"
-        else:
-            group = item.nodeid if item.get_closest_marker("alone") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """The longest files first, so that the processes of `make test` end at about the same time."""
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("engine", "slurm")))
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from experiments.engine.parent import EngineProcess
 from experiments.engine.setup import EngineSetup
 from tessa.budget import matched_bd_rank
 
-pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 MODEL = "tiny_gqa"  # 8 heads over 2 KV heads: at TP 4 two ranks share each KV head
 ADAPTED = ("plain_lora", "punica", "slora", "bd_lora", "tessa")
