@@ -104,7 +104,6 @@ def test_greedy_answers_equal_those_of_the_training_stack(backend, bench, cache,
     folders = trained(bench, backend, tmp_path)
     requests = questions(bench)
     expected = answers(bench, folders, requests)
-    assert len({tuple(answer["tokens"]) for answer in expected}) > 2
     gate = {"requests": [dataclasses.asdict(r) for r in requests], "expected": expected}
     engine = EngineProcess(setup_for(bench, backend, folders, gate, cache), tmp_path / "log")
     try:
