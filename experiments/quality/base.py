@@ -35,15 +35,15 @@ class BaseSettings:
     twice LoRA's rank (see `tessa.budget.matched_bd_rank`); heads of 32 are the smallest that vLLM's
     attention takes on a CPU."""
 
-    hidden_size: int = 128
-    intermediate_size: int = 416
+    hidden_size: int = 96
+    intermediate_size: int = 320
     layers: int = 3
     heads: int = 4
     head_dim: int = 32
     max_positions: int = 64
-    steps: int = 2000
+    steps: int = 1800
     batch: int = 64
-    learning_rate: float = 4e-3
+    learning_rate: float = 6e-3
     warmup: float = 0.03
     seed: int = 0
 

@@ -26,7 +26,7 @@ FOREIGN = tuple(a + b for a in "klmrt" for b in ("ai", "eo", "iu", "ou"))
 SIGNS = (":", "=", "+", "?", ",")
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SPLITS = ("train", "validation", "test")
-STRING_LENGTH = (5, 5)
+STRING_LENGTH = 5
 PAIRS = 3
 SHARE = 10  # one prompt in so many is for testing, and as many for validation
 
@@ -36,15 +36,17 @@ Words = tuple[list[str], list[str]]
 
 @dataclass(frozen=True)
 class Skill:
-    """make: random generator -> (words of the question, words of the answer). held_out: not in pretraining."""
+    """make: random generator -> (words of the question, words of the answer). held_out: not in pretraining. weight: its
+    share there; what is learned latest gets more."""
 
     name: str
     make: Callable[[random.Random], tuple[list[str], list[str]]]
     held_out: bool = False
+    weight: int = 1
 
 
 def _string(rng: random.Random) -> list[str]:
-    return [rng.choice(LETTERS) for _ in range(rng.randint(*STRING_LENGTH))]
+    return [rng.choice(LETTERS) for _ in range(STRING_LENGTH)]
 
 
 def _next(letter: str) -> str:
@@ -109,9 +111,9 @@ SKILLS = (
     Skill("reverse", _transform(lambda text: text[::-1])),
     Skill("next", _transform(lambda text: [_next(x) for x in text])),
     Skill("swap", _transform(_swap_pairs)),
-    Skill("sum_10", _addition(10)),
-    Skill("sum_6", _addition(6)),
-    Skill("recall", _recall(inverse=False)),
+    Skill("sum_5", _addition(5), weight=2),
+    Skill("sum_8", _addition(8), weight=2),
+    Skill("recall", _recall(inverse=False), weight=2),
     Skill("to_north", _translation("north", (1, 0, 4, 3, 2))),
     Skill("to_south", _translation("south", (2, 0, 1, 3, 4))),
     Skill("sum_7", _addition(7), held_out=True),
@@ -152,8 +154,8 @@ def stream(skill: str, split: str, seed: int) -> Iterator[Example]:
 
 
 def mixture(names: tuple[str, ...], split: str, seed: int) -> Iterator[Example]:
-    """Endless pairs of several skills in turn."""
-    streams = [stream(name, split, seed) for name in names]
+    """Endless pairs of several skills in turn, each as often as its weight says."""
+    streams = [stream(name, split, seed + i) for name in names for i in range(BY_NAME[name].weight)]
     while True:
         for one in streams:
             yield next(one)

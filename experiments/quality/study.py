@@ -26,6 +26,7 @@ from experiments.store import LOG_NAME, Store
 from tessa.errors import UserError
 
 EXIT_OK, EXIT_FAILED = 0, 1
+COSTS = ("training_s", "training_cpu_s", "evaluation_s", "peak_memory_bytes", "train_loss")
 GUESS_S = {"cpu": 15.0, "cuda": 3600.0}
 """A training and its evaluation, where no stored cell tells."""
 
@@ -282,7 +283,7 @@ def summarise(
         status, reason = "invalid", f"the loss became {loss} at learning rate {cell.trial.learning_rate:g}"
     elif not scores:
         status, reason = "invalid", "lm-eval gave no score"
-    metrics = {k: training.get(k) for k in ("training_s", "evaluation_s", "peak_memory_bytes", "train_loss")}
+    metrics = {key: training.get(key) for key in COSTS}
     mean = sum(values) / len(values) if values else None
     return {
         "hash": cell.hash,

@@ -21,11 +21,13 @@ REPORTS = 20  # progress messages per training
 
 @dataclass(frozen=True)
 class Trained:
-    """training_s: wall time of the steps alone. peak_memory_bytes: weights, gradients, the optimizer's state and the
-    most that a step held beside them (on a GPU what its allocator handed out)."""
+    """training_s: wall time of the steps alone; training_cpu_s: this process's part of it. peak_memory_bytes: weights,
+    gradients, the optimizer's state and the most that a step held beside them (on a GPU what its allocator handed out).
+    """
 
     trainable_params: int
     training_s: float
+    training_cpu_s: float
     train_loss: float
     peak_memory_bytes: int
 
@@ -80,12 +82,14 @@ def train(
             data_collator=lambda batch: collate(batch, pad),
             callbacks=[Report()],
         )
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         result = trainer.train()
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     memory = held + peak if on_cpu else int(torch.cuda.max_memory_allocated())
     model.eval()
-    return Trained(sum(p.numel() for p in trainable), seconds, float(result.training_loss), memory)
+    return Trained(
+        sum(p.numel() for p in trainable), seconds, cpu_seconds, float(result.training_loss), memory
+    )
 
 
 def _static_bytes(model: Any, trainable: Sequence[torch.nn.Parameter]) -> int:

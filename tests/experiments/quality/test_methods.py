@@ -11,7 +11,7 @@ from experiments.quality.spec import TARGETS, QualitySpec, Structure
 from tessa.budget import bd_lora_params, lora_params
 from tessa.slices import parallel_of
 
-SETTINGS = base.BaseSettings(hidden_size=128, intermediate_size=416, layers=2, heads=4)
+SETTINGS = base.BaseSettings(layers=2)
 SPEC = QualitySpec()
 
 
@@ -51,7 +51,7 @@ def test_lora_and_bd_lora_spend_what_the_formulas_say(rank):
     assert found == 2 * rank  # what the base model's sizes are made for
     unit = sum(bd_lora_params(found, *size, parallel_of(m), SPEC.blocks) for m, size in SIZES.items())
     assert trained(blocks) == unit
-    assert trained(blocks) == pytest.approx(trained(lora), rel=0.02)
+    assert trained(blocks) == pytest.approx(trained(lora), rel=0.05)
 
 
 @pytest.mark.parametrize("placement", ["across", "along"])

@@ -33,7 +33,7 @@ def test_string_skills(name, rule, seed):
     assert answer == rule(question)
 
 
-@pytest.mark.parametrize("base", [6, 7, 10])
+@pytest.mark.parametrize("base", [5, 7, 8])
 def test_sums_are_digit_by_digit_in_their_base(base):
     for seed in range(20):
         question, answer = made(f"sum_{base}", seed)
@@ -104,6 +104,6 @@ def test_every_word_is_in_the_vocabulary_once():
 
 def test_more_examples_than_there_are_is_an_error():
     with pytest.raises(UserError, match="ask for fewer"):
-        skills.distinct("sum_6", "test", 10**5)
+        skills.distinct("sum_5", "test", 10**5)
     with pytest.raises(UserError, match="unknown; known: copy"):
         next(skills.stream("juggle", "train", 0))
