@@ -75,7 +75,7 @@ class Node:
 
 def nodes() -> list[Node]:
     """Every node of every partition that is up. Raises SlurmError."""
-    listed = command("sinfo", "--noheader", "--Node", "--format=%n|%P|%c|%m|%G|%f|%l|%a")
+    listed = command("sinfo", "--noheader", "--Node", "--format=%N|%P|%c|%m|%G|%f|%l|%a")
     found = []
     for line in listed.splitlines():
         name, partition, cpus, memory, gres, features, limit, up = (part.strip() for part in line.split("|"))
