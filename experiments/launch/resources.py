@@ -157,7 +157,8 @@ def check(params: LaunchParams, nodes: list[Node]) -> None:
     fitting = {node.name for node in within if _fits(params, node)}
     if fitting and len(fitting) < params.nodes:
         raise UserError(
-            f"{where} has {len(fitting)} node{'' if len(fitting) == 1 else 's'} that fit, this job asks for {params.nodes} (hydra.launcher.nodes, from "
+            f"{where} has {len(fitting)} node{'' if len(fitting) == 1 else 's'} that fit, this job asks for "
+            f"{params.nodes} (hydra.launcher.nodes, from "
             "engine.nnodes); Slurm would let it wait for ever"
         )
     if not fitting:

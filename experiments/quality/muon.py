@@ -40,6 +40,7 @@ class Muon(torch.optim.Optimizer):
     def _momentum(self, weight: Tensor, momentum: float) -> Tensor:
         state = self.state[weight]
         buffer = state.setdefault("momentum", torch.zeros_like(weight))
+        assert weight.grad is not None
         buffer.lerp_(weight.grad, 1 - momentum)
         return weight.grad.lerp(buffer, momentum)
 
