@@ -156,10 +156,10 @@ def check(params: LaunchParams, nodes: list[Node]) -> None:
             )
     fitting = {node.name for node in within if _fits(params, node)}
     if fitting and len(fitting) < params.nodes:
+        found = "1 node that fits" if len(fitting) == 1 else f"{len(fitting)} nodes that fit"
         raise UserError(
-            f"{where} has {len(fitting)} node{'' if len(fitting) == 1 else 's'} that fit, this job asks for "
-            f"{params.nodes} (hydra.launcher.nodes, from "
-            "engine.nnodes); Slurm would let it wait for ever"
+            f"{where} has {found}, this job asks for {params.nodes} (hydra.launcher.nodes, from engine.nnodes); "
+            "Slurm would let it wait for ever"
         )
     if not fitting:
         raise UserError(

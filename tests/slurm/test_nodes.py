@@ -20,7 +20,7 @@ SLURM = ("hydra/launcher=slurm", "hydra.launcher.gpus_per_node=0", "hydra.launch
 def test_more_nodes_than_there_are_is_refused(cluster, sweeps):
     code, output = sweeps.run("-m", *SLURM, *PAIR, "site.partition=main")
     assert code == 2
-    assert "partition main has 1 node that fit, this job asks for 2" in output
+    assert "partition main has 1 node that fits, this job asks for 2" in output
     code, output = sweeps.run("-m", *SLURM, *PAIR, "site.partition=pair", "hydra.launcher.nodes=1")
     assert code == 2
     assert "hydra.launcher.nodes=1 and engine.nnodes=2 must be the same" in output
