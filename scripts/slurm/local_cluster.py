@@ -58,7 +58,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=5
-MinJobAge=300
+MinJobAge=86400
 GresTypes=gpu
 NodeName=DEFAULT CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus} Feature=pretended State=UNKNOWN
 NodeName=first NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port}

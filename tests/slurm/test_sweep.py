@@ -42,9 +42,10 @@ def array(cluster, array_sweeps, until):
     hanging = until(
         lambda: jobs if len(jobs := running()) == 2 else None, "the end of the others", over, queue
     )
-    cluster.run("sbatch", "--partition=urgent", "--cpus-per-task=7", "--output=/dev/null", "--wrap=true")
-    done = ("squeue", "-h", "-t", "completed", "-o", "%P")
-    until(lambda: cluster.run(*done) == "urgent", "the urgent job", over, queue)
+    options = ("--partition=urgent", "--cpus-per-task=7", "--output=/dev/null", "--wrap=true")
+    urgent = cluster.run("sbatch", "--parsable", *options)
+    state = ("squeue", "-h", "--states=all", "-o", "%T", f"--jobs={urgent}")
+    until(lambda: cluster.run(*state) == "COMPLETED", "the urgent job", over, queue)
     left = [job for job in hanging if "Restarts=0" in cluster.run("scontrol", "show", "job", job)]
     assert len(left) == 1, queue()
     # Slurm counts whole minutes. The limit lies one to two minutes ahead, the signal comes a minute before it.
