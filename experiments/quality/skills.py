@@ -2,7 +2,7 @@
 
 Texts are words separated by spaces; each word is one token. A prompt names its skill first. Held-out skills share
 words, operations and shapes with the learned ones, so a pretrained model has something to adapt, but their rule is
-new: another number base, another composition of string operations, another vocabulary, the inverse relation.
+new: another number base, another order, the inverse of a known relation, another vocabulary.
 
 Whether an example is for training, validation or testing is decided by a hash of its prompt, so the three sets
 share no example, whatever the seeds.
@@ -49,8 +49,8 @@ def _string(rng: random.Random) -> list[str]:
     return [rng.choice(LETTERS) for _ in range(STRING_LENGTH)]
 
 
-def _next(letter: str) -> str:
-    return LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)]
+def _step(letter: str, by: int) -> str:
+    return LETTERS[(LETTERS.index(letter) + by) % len(LETTERS)]
 
 
 def _transform(function: Callable[[list[str]], list[str]]) -> Callable[[random.Random], Words]:
@@ -79,17 +79,12 @@ def _addition(base: int) -> Callable[[random.Random], Words]:
     return make
 
 
-def _recall(inverse: bool) -> Callable[[random.Random], Words]:
-    """Pairs of a letter and a digit, all distinct; asked for the digit of a letter, or the inverse."""
-
-    def make(rng: random.Random) -> Words:
-        keys, values = rng.sample(LETTERS, PAIRS), rng.sample(DIGITS, PAIRS)
-        pairs = [word for key, value in zip(keys, values, strict=True) for word in (key, value)]
-        at = rng.randrange(PAIRS)
-        asked, answer = (values, keys) if inverse else (keys, values)
-        return [*pairs, "?", asked[at]], [answer[at]]
-
-    return make
+def _recall(rng: random.Random) -> Words:
+    """Pairs of a letter and a digit, all distinct; asked for the digit of one of the letters."""
+    keys, values = rng.sample(LETTERS, PAIRS), rng.sample(DIGITS, PAIRS)
+    pairs = [word for key, value in zip(keys, values, strict=True) for word in (key, value)]
+    at = rng.randrange(PAIRS)
+    return [*pairs, "?", keys[at]], [values[at]]
 
 
 def _translation(language: str, order: tuple[int, ...]) -> Callable[[random.Random], Words]:
@@ -109,16 +104,16 @@ def _translation(language: str, order: tuple[int, ...]) -> Callable[[random.Rand
 SKILLS = (
     Skill("copy", _transform(list)),
     Skill("reverse", _transform(lambda text: text[::-1])),
-    Skill("next", _transform(lambda text: [_next(x) for x in text])),
+    Skill("next", _transform(lambda text: [_step(x, 1) for x in text])),
     Skill("swap", _transform(_swap_pairs)),
     Skill("sum_5", _addition(5), weight=2),
     Skill("sum_8", _addition(8), weight=2),
-    Skill("recall", _recall(inverse=False), weight=2),
+    Skill("recall", _recall, weight=2),
     Skill("to_north", _translation("north", (1, 0, 4, 3, 2))),
     Skill("to_south", _translation("south", (2, 0, 1, 3, 4))),
     Skill("sum_7", _addition(7), held_out=True),
-    Skill("mirror", _transform(lambda text: [_next(x) for x in reversed(text)]), held_out=True),
-    Skill("owner", _recall(inverse=True), held_out=True),
+    Skill("previous", _transform(lambda text: [_step(x, -1) for x in text]), held_out=True),
+    Skill("rotate", _transform(lambda text: [*text[2:], *text[:2]]), held_out=True),
     Skill("to_west", _translation("west", (1, 0, 4, 3, 2)), held_out=True),
 )
 BY_NAME = {skill.name: skill for skill in SKILLS}

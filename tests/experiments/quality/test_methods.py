@@ -22,7 +22,7 @@ def model():
 def batch():
     tokenizer = base.tokenizer(64)
     rows = [
-        encode(tokenizer, "owner : a 3 c 5 ? 3 =", " a", 64, "answer"),
+        encode(tokenizer, "previous : b c =", " a", 64, "answer"),
         encode(tokenizer, "reverse : a b =", " b a", 64, "answer"),
     ]
     return collate(rows, tokenizer.pad_token_id)

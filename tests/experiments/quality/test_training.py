@@ -33,7 +33,7 @@ def test_cells_end_to_end_and_lm_eval_agrees(cache, tmp_path):
     assert (outcome.complete, outcome.failed) == (5, [])
     frame = load(tmp_path / "results")
     rows = quality.rows(frame)
-    assert set(rows["task"]) == {"sum_7", "mirror", "owner", "to_west"}
+    assert set(rows["task"]) == {"sum_7", "rotate", "previous", "to_west"}
     assert rows["value"].between(0, 1).all()
     assert (rows["examples"] == 8).all()
     assert (frame[frame["role"] == "search"]["examples"] == 4).all()
@@ -49,7 +49,7 @@ def test_cells_end_to_end_and_lm_eval_agrees(cache, tmp_path):
     command += [
         f"pretrained={_base(cache)},peft={adapter},dtype=float32",
         "--tasks",
-        "tessa_owner",
+        "tessa_previous",
         "--limit",
         "8",
     ]
@@ -59,8 +59,8 @@ def test_cells_end_to_end_and_lm_eval_agrees(cache, tmp_path):
     done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (result,) = tmp_path.glob("out*.json")
-    scored = json.loads(result.read_text())["results"]["tessa_owner"]["exact_match,none"]
-    own = rows[(rows["method"] == "tessa") & (rows["task"] == "owner")]["value"].item()
+    scored = json.loads(result.read_text())["results"]["tessa_previous"]["exact_match,none"]
+    own = rows[(rows["method"] == "tessa") & (rows["task"] == "previous")]["value"].item()
     assert scored == pytest.approx(own)
 
 
