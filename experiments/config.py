@@ -377,12 +377,16 @@ def check(config: RunConfig) -> None:
 def check_nodes(config: RunConfig) -> None:
     """How the ranks are spread over machines. Raises UserError."""
     nodes = config.engine.nnodes if config.engine.nnodes is not None else 1
-    ranks = config.tp * int(config.engine.extra.get("pipeline_parallel_size", 1))
+    if int(config.engine.extra.get("pipeline_parallel_size", 1)) != 1:
+        raise UserError(
+            "engine.extra.pipeline_parallel_size: stages are not supported, since vLLM 0.32 ends on prompt "
+            "log-probabilities with them and so cannot be gated; use tp, over several machines with engine.nnodes"
+        )
     if config.engine.distributed_executor is not None:
         one_of("engine.distributed_executor", config.engine.distributed_executor, EXECUTORS)
-    if nodes < 1 or ranks % nodes:
+    if nodes < 1 or config.tp % nodes:
         raise UserError(
-            f"engine.nnodes={nodes} must divide the {ranks} ranks of tp={config.tp}: every machine runs as many"
+            f"engine.nnodes={nodes} must divide the {config.tp} ranks of tp={config.tp}: every machine runs as many"
         )
     if nodes > 1 and config.engine.distributed_executor == "ray":
         raise UserError(

@@ -80,8 +80,7 @@ def gate_requests(
 def local_ranks(engine: Mapping[str, Any]) -> int:
     """Ranks that this machine runs: all of them, or its share where the engine spans several."""
     settings = engine["engine"]
-    pipeline = int((settings.get("extra") or {}).get("pipeline_parallel_size", 1))
-    return int(engine["tp"]) * pipeline // int(settings.get("nnodes") or 1)
+    return int(engine["tp"]) // int(settings.get("nnodes") or 1)
 
 
 def adapter_ranks(adapters: Mapping[str, Any]) -> list[int]:

@@ -94,8 +94,7 @@ class Share:
 
 def local_ranks(arguments: dict[str, Any]) -> int:
     """Ranks of an engine on each of its machines."""
-    world = int(arguments["tensor_parallel_size"]) * int(arguments.get("pipeline_parallel_size", 1))
-    return world // int(arguments.get("nnodes", 1))
+    return int(arguments["tensor_parallel_size"]) // int(arguments["nnodes"])
 
 
 class Agent:

@@ -129,6 +129,7 @@ def test_machines_of_an_engine_make_a_cell_and_their_addresses_do_not(plan):
         (("tp=2", "engine.distributed_executor=ray", "engine.nnodes=2"), "exclude each other"),
         (("tp=2", "engine.nnodes=4"), "engine.nnodes=4 must divide the 2 ranks of tp=2"),
         (("tp=2", "engine.nnodes=0"), "engine.nnodes=0 must divide"),
+        (("tp=2", "+engine.extra.pipeline_parallel_size=2"), "stages are not supported"),
     ],
 )
 def test_ranks_that_cannot_be_spread_are_refused(plan, overrides, message):
