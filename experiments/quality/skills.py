@@ -23,11 +23,10 @@ NOUNS = ("cat", "dog", "bird", "fish", "king", "queen", "child", "horse")
 ADJECTIVES = ("red", "big", "old", "wet", "calm", "odd")
 VERBS = ("sees", "likes", "hears", "moves", "calls", "helps")
 FOREIGN = tuple(a + b for a in "klmrt" for b in ("ai", "eo", "iu", "ou"))
-SIGNS = (":", "=", "+", "?", ",")
+SIGNS = (":", "=", "+")
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SPLITS = ("train", "validation", "test")
 STRING_LENGTH = 5
-PAIRS = 3
 SHARE = 10  # one prompt in so many is for testing, and as many for validation
 
 Example = tuple[str, str]
@@ -79,14 +78,6 @@ def _addition(base: int) -> Callable[[random.Random], Words]:
     return make
 
 
-def _recall(rng: random.Random) -> Words:
-    """Pairs of a letter and a digit, all distinct; asked for the digit of one of the letters."""
-    keys, values = rng.sample(LETTERS, PAIRS), rng.sample(DIGITS, PAIRS)
-    pairs = [word for key, value in zip(keys, values, strict=True) for word in (key, value)]
-    at = rng.randrange(PAIRS)
-    return [*pairs, "?", keys[at]], [values[at]]
-
-
 def _translation(language: str, order: tuple[int, ...]) -> Callable[[random.Random], Words]:
     """A sentence of five words into a language with its own vocabulary and word order."""
     words = [*NOUNS, *ADJECTIVES, *VERBS]
@@ -108,7 +99,6 @@ SKILLS = (
     Skill("swap", _transform(_swap_pairs)),
     Skill("sum_5", _addition(5), weight=2),
     Skill("sum_8", _addition(8), weight=2),
-    Skill("recall", _recall, weight=2),
     Skill("to_north", _translation("north", (1, 0, 4, 3, 2))),
     Skill("to_south", _translation("south", (2, 0, 1, 3, 4))),
     Skill("sum_7", _addition(7), held_out=True),

@@ -44,15 +44,6 @@ def test_sums_are_digit_by_digit_in_their_base(base):
         assert max(map(int, [*a, *b])) < base
 
 
-def test_recall_asks_for_the_value_of_a_key():
-    for seed in range(20):
-        question, (answer,) = made("recall", seed)
-        *pairs, mark, asked = question
-        assert mark == "?"
-        assert pairs.count(asked) == 1
-        assert answer == pairs[pairs.index(asked) + 1]
-
-
 def test_languages_have_vocabularies_and_orders_of_their_own():
     lexicons = {}
     for name, order in (
