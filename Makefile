@@ -10,7 +10,7 @@ WORKERS ?= 2
 help:
 	@echo "make demo       tensor-parallel comparison of all backends on the CPU, table and figure at the end"
 	@echo "make test       lint, types and the whole test set (PYTEST_ARGS='-m \"not engine\"' for the quick part)"
-	@echo "make reference  the reference results from a clean commit, about an hour on 2 cores (REFERENCE_ARGS=--list)"
+	@echo "make reference  the reference results from a clean commit, about 100 minutes on 2 cores (REFERENCE_ARGS=--list)"
 	@echo "make setup      only create or repair .venv"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite what it can"

@@ -1,4 +1,4 @@
-"""Make the reference results on this machine's CPU: `make reference`. About 75 minutes on two cores.
+"""Make the reference results on this machine's CPU: `make reference`. About 100 minutes on two cores.
 
 Runs the experiments below one after another into `results/reference-run` (not in git), on a tree without uncommitted
 changes, then writes their small copy, the figures and the README's tables. Interrupted, the same command goes on
@@ -85,19 +85,15 @@ STEPS = (
     Step(
         "trace_replay",
         (
-            *(*SHORT, "measure.caps.requests=64"),
-            f"grid.workload.trace=[{{format: azure, path: '${{paths.traces}}/{AZURE}', window_s: 60, "
-            "max_prompt_tokens: 128, max_output_tokens: 32}]",
+            *(*SHORT, "measure.rounds=2", "measure.caps.requests=456"),
+            f"grid.workload.trace=[{{format: azure, path: '${{paths.traces}}/{AZURE}', window_s: 120, speedup: 2, "
+            "max_prompt_tokens: 64, max_output_tokens: 16}]",
         ),
-        5,
+        9,
         AZURE,
     ),
     Step("interconnect", (*SHORT, "grid.engine.added_latency_us=[0,200,1000]"), 4),
-    Step(
-        "quality",
-        ("study.budgets=[1,4]", "study.seeds=[0,1,2]", "study.study_methods=[]", "study.study_targets=[]"),
-        10,
-    ),
+    Step("quality", (), 30),
     Step("collectives", ("--tp", "2"), 1, module="experiments.bench_collectives"),
     # Last, as it compares itself with the cells that were measured.
     Step("projection", (), 0.5),
