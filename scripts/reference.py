@@ -85,7 +85,7 @@ STEPS = (
     Step(
         "trace_replay",
         (
-            *(*SHORT, "measure.rounds=2", "measure.caps.requests=456"),
+            *(*SHORT, "measure.caps.requests=456"),
             f"grid.workload.trace=[{{format: azure, path: '${{paths.traces}}/{AZURE}', window_s: 120, speedup: 2, "
             "max_prompt_tokens: 64, max_output_tokens: 16}]",
         ),
