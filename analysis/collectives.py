@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import style
+from analysis import files, style
 from experiments.projection.links import per_layer, predict
 from tessa.errors import UserError
 
@@ -109,13 +109,7 @@ def over_size(rows: pd.DataFrame) -> Figure:
 
 def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
     """The figure as PNG and PDF; returns the paths."""
-    out = Path(out_dir)
     rows = read(results_dir)
-    out.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(style.RC):
         figure = over_size(rows)
-        paths = [out / f"collectives.{suffix}" for suffix in ("png", "pdf")]
-        for path in paths:
-            figure.savefig(path)
-    plt.close(figure)
-    return paths
+    return files.write(figure, Path(out_dir), "collectives")

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import style
+from analysis import files, style
 from tessa.errors import UserError
 
 FOLDER = "layer_step"
@@ -135,19 +135,12 @@ def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
     newest = frame.sort_values("measured_at").iloc[-1]
     frame = frame[(frame.device == newest.device) & (frame["scale"] == newest["scale"])]
     frame = frame.drop_duplicates([*_KEY], keep="last")
-    out.mkdir(parents=True, exist_ok=True)
     figures = {"layer_step_tp": cost_over_tp(frame)}
     for model in dict.fromkeys(frame.model):
         mine = frame[frame.model == model]
         if (mine.sweep != "tp").any() and ((mine.sweep == "tp") & (mine.phase == "decode")).any():
             figures[f"layer_step_sweeps_{model}"] = sweeps(frame, model)
-    paths = []
-    for stem, figure in figures.items():
-        for suffix in ("png", "pdf"):
-            paths.append(out / f"{stem}.{suffix}")
-            figure.savefig(paths[-1])
-        plt.close(figure)
-    return paths
+    return files.write_all(figures, out)
 
 
 _KEY = ("variant", "model", "tp", "phase", "sequences", "length", "rank", "distinct", "resident")

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import collectives, interconnect, style
+from analysis import collectives, files, interconnect, style
 from analysis.load import load, summaries
 from tessa.errors import UserError
 
@@ -293,7 +293,6 @@ def validation_figure(ops: pd.DataFrame, slora: pd.DataFrame) -> Figure:
 def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
     """All figures of the projection as PNG and PDF, and the claims table as CSV; returns the paths."""
     frame, out = read(results_dir), Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
     figures = {
         "projection_cost": cost_over_tp(frame),
         "projection_cost_nccl_only": cost_over_tp(frame, custom_all_reduce=False),
@@ -307,12 +306,7 @@ def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
     if (Path(results_dir) / FOLDER / "validation_layer_ops.parquet").is_file():
         ops, slora = read(results_dir, "validation_layer_ops"), read(results_dir, "validation_slora")
         figures["projection_validation"] = validation_figure(ops, slora)
-    paths = []
-    for stem, figure in figures.items():
-        for suffix in ("png", "pdf"):
-            paths.append(out / f"{stem}.{suffix}")
-            figure.savefig(paths[-1])
-        plt.close(figure)
+    paths = files.write_all(figures, out)
     paths.append(out / "projection_claims.csv")
     claims(frame).to_csv(paths[-1], index=False)
     return paths

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.offload import publish, run_module
 from tessa.errors import UserError
 
 LAYOUT = 2  # part of the folder's hash: raise it when the same description makes other weights
@@ -74,26 +74,9 @@ def ensure_adapters(spec: AdapterSet, cache: Path) -> list[Path]:
             description = Path(scratch) / "spec.json"
             description.write_text(json.dumps(asdict(spec)))
             made = Path(scratch) / "adapters"
-            child = subprocess.run(
-                [sys.executable, "-m", "experiments.adapters", str(description), str(made)],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if child.returncode:
-                lines = child.stderr.strip().splitlines() or ["no message"]
-                raise UserError(f"the adapters could not be made: {lines[-1]}")
+            run_module("the adapters could not be made", "experiments.adapters", description, made)
             publish(made, target)
     return [target / name for name in spec.names]
-
-
-def publish(made: Path, target: Path) -> None:
-    """Move a finished folder to its place in the cache; where another run was first, its folder stays."""
-    try:
-        made.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
 
 
 def make(spec: AdapterSet, folder: Path) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 import pandas as pd
 
 from experiments import provenance
+from experiments.bench_rows import store
 from experiments.projection.links import calls_per_layer, per_layer, predict
 from tessa.errors import UserError
 
@@ -222,7 +223,7 @@ def measure(transport: str, ranks: int, rounds: int = ROUNDS) -> pd.DataFrame:
 
 def run(transports: Sequence[str], tps: Sequence[int], out: Path, rounds: int) -> pd.DataFrame:
     """Measures, stores and returns all rows; a transport that cannot run here is named and left out."""
-    state, machine = provenance.git_state(), provenance.hardware()
+    git = provenance.git_state()
     frames = []
     for transport in transports:
         for ranks in tps:
@@ -232,18 +233,7 @@ def run(transports: Sequence[str], tps: Sequence[int], out: Path, rounds: int) -
                 print(f"left out: {transport}, {ranks} ranks: {error}", file=sys.stderr)
     if not frames:
         raise UserError("nothing was measured: see the reasons above")
-    rows = pd.concat(frames, ignore_index=True).assign(
-        experiment="collectives",
-        provenance="measured",
-        machine=f"{machine.get('cpu')}, {machine.get('cores')} cores",
-        git_sha=state["sha"],
-        git_dirty=state["dirty"],
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    part = out / "rows.csv.part"
-    rows.to_csv(part, index=False)
-    part.replace(out / "rows.csv")
-    return rows
+    return store(pd.concat(frames, ignore_index=True), "collectives", out, git)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

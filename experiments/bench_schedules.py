@@ -1,6 +1,6 @@
 """Benchmark of TESSA's two schedules on this machine's CPU: what a resident slot and a distinct adapter cost.
 
-``python -m experiments.bench_schedules [--tp 1] [--rank 4] [--quick] [--out FILE.csv]`` times the four linear
+``python -m experiments.bench_schedules [--tp 1] [--rank 4] [--quick] [--out FOLDER]`` times the four linear
 layers of one transformer layer of `small`, one tensor-parallel rank's shard, base product included, for numbers of
 tokens, resident slots and distinct adapters. Base, wide and segmented alternate within each repetition, and the
 median is kept. The table shows both schedules over the base product, what the rule of `tessa.ops.schedule`
@@ -20,7 +20,8 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from experiments import models
+from experiments import models, provenance
+from experiments.bench_rows import store
 from tessa.budget import width_for
 from tessa.ops.products import GrowingProducts
 from tessa.ops.routing import route
@@ -135,34 +136,29 @@ def measure(
     return pd.DataFrame(rows)
 
 
-def summary(rows: pd.DataFrame) -> pd.DataFrame:
+def shown(rows: pd.DataFrame) -> pd.DataFrame:
     """All four layers of a transformer layer together, one row per (tokens, slots, distinct)."""
-    rows = rows.assign(
-        auto_us=rows["wide_us"].where(rows["chose_wide"], rows["segmented_us"]),
-        best_us=rows[["wide_us", "segmented_us"]].min(axis=1),
-    )
-    times = rows.groupby(["tokens", "slots", "distinct"])[
-        ["base_us", "wide_us", "segmented_us", "auto_us", "best_us"]
-    ].sum()
-    chosen = rows.groupby(["tokens", "slots", "distinct"])["chose_wide"].sum()
-    table = pd.DataFrame(
+    from analysis.schedules import summary
+
+    table = summary(rows)
+    over = {name: table[f"{name}_us"] / table["base_us"] for name in ("wide", "segmented", "rule")}
+    wide_layers = table["wide_layers"].astype(str) + " of 4"
+    columns = {f"{name}/base": ratio for name, ratio in over.items()}
+    return pd.DataFrame(
         {
-            "base us": times["base_us"].round(0),
-            "wide/base": times["wide_us"] / times["base_us"],
-            "segmented/base": times["segmented_us"] / times["base_us"],
-            "rule/base": times["auto_us"] / times["base_us"],
-            "wide layers": chosen.astype(int).astype(str) + " of 4",
-            "regret": times["auto_us"] / times["best_us"] - 1,
+            "base us": table["base_us"].round(0),
+            **columns,
+            "wide layers": wide_layers,
+            "regret": table["regret"],
         }
-    )
-    return table.round(3)
+    ).round(3)
 
 
 def points(quick: bool) -> list[tuple[int, int, int]]:
     """(tokens, slots, distinct): slots grow, all in use; distinct adapters grow among 64 slots; tokens grow."""
     if quick:
         return [(32, 1, 1), (32, 8, 8)]
-    slots = [(32, s, s) for s in (1, 2, 4, 8, 16, 32)]
+    slots = [(64, s, s) for s in (1, 2, 4, 8, 16, 32)]
     distinct = [(64, 64, g) for g in (1, 2, 4, 8, 16, 32, 64)]
     tokens = [(t, 8, min(t, 8)) for t in (1, 2, 4, 8, 16, 64, 128, 512)]
     return [*slots, *distinct, *tokens]
@@ -183,16 +179,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=15, help="timings of each point (default %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="two points, to see that it runs")
-    parser.add_argument("--out", type=Path, help="also write one row per layer and point as CSV")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/schedules"),
+        help="folder of rows.csv, a row per layer and point (default %(default)s)",
+    )
     arguments = parser.parse_args(argv)
+    git = provenance.git_state()
     torch.set_num_threads(arguments.threads)
     with torch.inference_mode():
         rows = measure(
             arguments.model, arguments.tp, arguments.rank, points(arguments.quick), arguments.repeats
         )
-    if arguments.out:
-        rows.to_csv(arguments.out, index=False)
-    print(summary(rows).to_string())
+    setting = {name: getattr(arguments, name) for name in ("model", "tp", "rank", "threads", "repeats")}
+    store(rows.assign(**setting), "schedules", arguments.out, git)
+    print(shown(rows).to_string())
     return 0
 
 

@@ -95,6 +95,7 @@ STEPS = (
     Step("interconnect", (*SHORT, "grid.engine.added_latency_us=[0,200,1000]"), 4),
     Step("quality", (), 30),
     Step("collectives", ("--tp", "2"), 1, module="experiments.bench_collectives"),
+    Step("schedules", ("--threads", "1"), 3, module="experiments.bench_schedules"),
     # Last, as it compares itself with the cells that were measured.
     Step("projection", (), 0.5),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import collectives, style, sweeps
+from analysis import collectives, schedules, style, sweeps
 from analysis import interconnect as latencies
 from analysis import quality as scores
 from analysis.figures import breakdown, interconnect, quality, rate, replay, scaling
@@ -22,8 +22,9 @@ __all__ = ["EXPERIMENTS", "Drawn", "caption", "draw", "draw_all", "only_referenc
 
 EXPERIMENTS = (
     "tp_scaling", "adapter_count", "popularity", "rate_sweep", "trace_replay", "budget_sweep", "batch_sweep",
-    "breakdown", "quality", "layer_step", "interconnect", "projection", "collectives",
+    "breakdown", "quality", "layer_step", "interconnect", "projection", "collectives", "schedules",
 )  # fmt: skip
+_BENCHMARKS = {part.FOLDER: part.COMMAND for part in (collectives, schedules)}
 DIRTY = "uncommitted"
 """Status of rows that a reference figure leaves out: the tree had uncommitted changes, or its commit is unknown."""
 
@@ -133,7 +134,7 @@ def draw_all(
     wanted = frame[frame["experiment"].isin(experiments)] if experiments != EXPERIMENTS else frame
     done = Drawn(draw(wanted, folder, results, reference))
     for experiment in experiments:
-        if experiment in ("layer_step", "projection", "collectives"):
+        if experiment in ("layer_step", "projection", *_BENCHMARKS):
             try:
                 done.paths += _draw_study(experiment, results, folder)
                 continue
@@ -163,6 +164,7 @@ def _draw_study(experiment: str, results: Path, folder: Path) -> list[Path]:
         "layer_step": (layer_step.draw, "emulated"),
         "projection": (projection.draw, "modelled"),
         "collectives": (collectives.draw, "measured"),
+        "schedules": (schedules.draw, "measured"),
     }
     draw_them, kind = studies[experiment]
     paths = [path for path in draw_them(results, folder) if path.suffix == ".png"]
@@ -184,9 +186,7 @@ def _study(experiment: str, kind: str, results: Path) -> dict[str, object]:
     return {
         "experiment": experiment,
         "caption": caption,
-        "command": collectives.COMMAND
-        if experiment == collectives.FOLDER
-        else f"python run.py experiment={experiment}",
+        "command": _BENCHMARKS.get(experiment, f"python run.py experiment={experiment}"),
         "redraw": "python -m analysis figures",
         "provenance": [kind],
         "commits": commits,

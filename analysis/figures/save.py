@@ -1,4 +1,4 @@
-"""A figure's files: PNG and PDF that are equal from run to run, and the caption that says what is behind it."""
+"""A figure's files: PNG and PDF, and the caption that says what is behind it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import style, tables
+from analysis import files, style, tables
 from analysis.figures import marks
-
-# `style` chooses the backend without a display; pyplot must come after it.
-import matplotlib.pyplot as plt  # isort: skip
 
 INTERVALS = (
     "95 % t intervals over rounds; adapter cost from ratios within rounds; cut off at the frame if very wide"
@@ -22,18 +19,9 @@ INTERVALS = (
 
 def save(figure: Figure, folder: Path, stem: str, about: dict[str, Any]) -> Path:
     """Writes `<stem>.png`, `.pdf` and `.json` (the caption), closes the figure, returns the PNG's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # Laid out once: the solver takes longer than the drawing, and both files come out alike.
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for suffix in (".pdf", ".png"):
-        # A fixed date keeps the files equal from run to run.
-        stamp: dict[str, Any] = {"CreationDate": None} if suffix == ".pdf" else {}
-        with plt.rc_context(style.RC):
-            figure.savefig(folder / f"{stem}{suffix}", metadata=stamp)
-    plt.close(figure)
+    png, _ = files.write(figure, folder, stem)
     write_caption(folder, stem, about)
-    return folder / f"{stem}.png"
+    return png
 
 
 def write_caption(folder: Path, stem: str, about: dict[str, Any]) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tessa.errors import UserError
+from experiments.offload import run_module
 
 PROMPT_TOKENS = 24
 NEW_TOKENS = 8
@@ -78,15 +76,8 @@ def reference(
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as scratch:
             description, out = Path(scratch) / "spec.json", Path(scratch) / "out.json"
             description.write_text(json.dumps(spec))
-            child = subprocess.run(
-                [sys.executable, "-m", "experiments.engine.reference", str(description), str(out)],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if child.returncode:
-                lines = child.stderr.strip().splitlines() or ["no message"]
-                raise UserError(f"the correctness gate's reference could not be computed: {lines[-1]}")
+            failure = "the correctness gate's reference could not be computed"
+            run_module(failure, "experiments.engine.reference", description, out)
             out.replace(target)
     return json.loads(target.read_text())
 

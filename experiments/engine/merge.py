@@ -8,13 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from experiments.adapters import publish
-from tessa.errors import UserError
+from experiments.offload import publish, run_module
 
 
 def ensure_merged(model: Path, adapter: Path, cache: Path) -> Path:
@@ -27,15 +25,8 @@ def ensure_merged(model: Path, adapter: Path, cache: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as scratch:
             out = Path(scratch) / "model"
-            child = subprocess.run(
-                [sys.executable, "-m", "experiments.engine.merge", str(model), str(adapter), str(out)],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if child.returncode:
-                lines = child.stderr.strip().splitlines() or ["no message"]
-                raise UserError(f"the adapter could not be merged into {model.name}: {lines[-1]}")
+            failure = f"the adapter could not be merged into {model.name}"
+            run_module(failure, "experiments.engine.merge", model, adapter, out)
             publish(out, target)
     return target
 

@@ -2,7 +2,7 @@
 
 Texts are words separated by spaces; each word is one token. A prompt names its skill first. Held-out skills share
 words, operations and shapes with the learned ones, so a pretrained model has something to adapt, but their rule is
-new: another number base, another order, the inverse of a known relation, another vocabulary.
+new: sums that are one higher, another order, the inverse of a known relation, another vocabulary.
 
 Whether an example is for training, validation or testing is decided by a hash of its prompt, so the three sets
 share no example, whatever the seeds.
@@ -67,12 +67,12 @@ def _swap_pairs(text: list[str]) -> list[str]:
     return swapped
 
 
-def _addition(base: int) -> Callable[[random.Random], Words]:
-    """Two numbers of three digits, added digit by digit modulo the base, without carries."""
+def _addition(base: int, more: int = 0) -> Callable[[random.Random], Words]:
+    """Two numbers of three digits, added digit by digit (and ``more`` to each) modulo the base, without carries."""
 
     def make(rng: random.Random) -> Words:
         a, b = ([rng.randrange(base) for _ in range(3)] for _ in range(2))
-        total = [DIGITS[(x + y) % base] for x, y in zip(a, b, strict=True)]
+        total = [DIGITS[(x + y + more) % base] for x, y in zip(a, b, strict=True)]
         return [*(DIGITS[x] for x in a), "+", *(DIGITS[y] for y in b)], total
 
     return make
@@ -101,9 +101,9 @@ SKILLS = (
     Skill("sum_8", _addition(8), weight=2),
     Skill("to_north", _translation("north", (1, 0, 4, 3, 2))),
     Skill("to_south", _translation("south", (2, 0, 1, 3, 4))),
-    Skill("sum_7", _addition(7), held_out=True),
+    Skill("sum_more", _addition(8, more=1), held_out=True),
     Skill("previous", _transform(lambda text: [_step(x, -1) for x in text]), held_out=True),
-    Skill("rotate", _transform(lambda text: [*text[2:], *text[:2]]), held_out=True),
+    Skill("ends", _transform(lambda text: [text[-1], *text[1:-1], text[0]]), held_out=True),
     Skill("to_west", _translation("west", (1, 0, 4, 3, 2)), held_out=True),
 )
 BY_NAME = {skill.name: skill for skill in SKILLS}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from tests_support import load_script
 
 from analysis import load
 
@@ -39,13 +39,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="session")
 def local_cluster() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("local_cluster", REPO / "scripts/slurm/local_cluster.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["local_cluster"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(REPO / "scripts/slurm/local_cluster.py")
 
 
 @pytest.fixture(scope="session")

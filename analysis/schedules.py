@@ -1,0 +1,89 @@
+"""TESSA's two schedules on this machine: what a resident slot and a distinct adapter cost, and the rule's regret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis import files, style
+from tessa.errors import UserError
+
+# `style` chooses the backend without a display; pyplot must come after it.
+import matplotlib.pyplot as plt  # isort: skip
+
+FOLDER = "schedules"
+COMMAND = "python -m experiments.bench_schedules"
+SCHEDULES = {"wide_us": ("wide", "#0072B2", "s"), "segmented_us": ("segmented", style.COLOURS["tessa"], "o")}
+POINT = ["tokens", "slots", "distinct"]
+
+
+def read(results_dir: str | Path) -> pd.DataFrame:
+    """The stored rows, one per layer and point; UserError names the command that makes them."""
+    path = Path(results_dir) / FOLDER / "rows.csv"
+    if not path.is_file():
+        raise UserError(f"no timed schedules at {path}; make them with: {COMMAND}")
+    return pd.read_csv(path)
+
+
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """The four linear layers together, indexed by (tokens, slots, distinct).
+
+    Columns: `base_us`, `wide_us`, `segmented_us`; `rule_us`, with the schedule that the rule chooses for each layer;
+    `best_us`, with the faster one for each; `regret`, rule_us / best_us - 1; `wide_layers`, for how many it chooses
+    wide.
+    """
+    rows = rows.assign(
+        rule_us=rows["wide_us"].where(rows["chose_wide"], rows["segmented_us"]),
+        best_us=rows[["wide_us", "segmented_us"]].min(axis=1),
+        wide_layers=rows["chose_wide"].astype(int),
+    )
+    columns = ["base_us", "wide_us", "segmented_us", "rule_us", "best_us", "wide_layers"]
+    table = rows.groupby(POINT)[columns].sum()
+    return table.assign(regret=table["rule_us"] / table["best_us"] - 1)
+
+
+def over_adapters(rows: pd.DataFrame) -> Figure:
+    """Two panels, cost over resident slots (all in use) and over distinct adapters (all slots taken)."""
+    table = summary(rows).reset_index()
+    most, first = int(table["slots"].max()), rows.iloc[0]
+    tokens = int(table.loc[table["slots"] == most, "tokens"].max())
+    table = table[table["tokens"] == tokens]
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(style.TWO_COLUMNS, 2.5), sharey=True, layout="constrained"
+    )
+    _lines(left, table[table["slots"] == table["distinct"]], "slots")
+    _lines(right, table[table["slots"] == most], "distinct")
+    left.set(xlabel="resident adapters, all in the batch", ylabel="time over the base products'")
+    right.set(xlabel=f"distinct adapters in the batch, {most} resident")
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(
+        f"One layer of {first['model']}, TP {first['tp']:g}, rank-equivalent {first['rank']:g}, {tokens} tokens, "
+        f"{first['threads']:g} thread(s), measured on {first['machine']}",
+        fontsize=8,
+    )
+    return figure
+
+
+def _lines(axes: Axes, table: pd.DataFrame, x: str) -> None:
+    for column, (name, colour, marker) in SCHEDULES.items():
+        ratio = table[column] / table["base_us"]
+        axes.plot(table[x], ratio, marker=marker, ms=4, color=colour, label=name)
+    rule = table["rule_us"] / table["base_us"]
+    axes.plot(table[x], rule, "o", ms=9, mfc="none", mec="black", label="the rule's choice")
+    axes.axhline(1, color=style.COLOURS["base"], lw=0.8, label="base products alone")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(list(table[x]), [f"{v:g}" for v in table[x]])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
+    """The figure as PNG and PDF; returns the paths."""
+    rows = read(results_dir)
+    with plt.rc_context(style.RC):
+        figure = over_adapters(rows)
+    return files.write(figure, Path(out_dir), "schedules")
