@@ -189,22 +189,41 @@ class Server(LoadServer):
         return {**result, "engine_steps": counted["steps"], "engine_collectives": counted["collectives"]}
 
     async def counters(self) -> dict[str, Any]:
-        """Counts of a decode step of `COUNTED_REQUESTS` tokens, from untimed steps (see `tessa.vllm.worker`)."""
-        await self.engine.collective_rpc("tessa_start_counting")
+        """Counts of a decode step from untimed steps (see `tessa.vllm.worker`), and the adapters' memory.
+
+        A step of `COUNTED_REQUESTS` tokens, or of as many as the engine takes. Counts that cannot be had are left out,
+        and `not_counted` says why.
+        """
+        sizes = await self.engine.collective_rpc("tessa_adapter_bytes")
+        memory = {"adapter_bytes_per_rank": max(sizes)}
+        reason = (await self.engine.collective_rpc("tessa_start_counting"))[0]
+        if reason is not None:
+            return {**memory, "not_counted": reason}
         await self._decode(COUNTED_STEPS)
-        ranks = await self.engine.collective_rpc("tessa_stop_counting")
+        steps = (await self.engine.collective_rpc("tessa_stop_counting"))[0]
         # A decode step has one token per request; the prefill steps before it are left out.
-        steps = [s for s in ranks[0]["steps"] if s["tokens"] == COUNTED_REQUESTS] or ranks[0]["steps"][-1:]
-        last = steps[-1]
-        return {
+        tokens = min(COUNTED_REQUESTS, int(self.setup.engine_args["max_num_seqs"]))
+        counted = [step for step in steps if step["tokens"] == tokens]
+        if not counted:
+            return {
+                **memory,
+                "not_counted": f"none of {len(steps)} steps was a decode step of {tokens} tokens",
+            }
+        last = counted[-1]
+        counts = {
+            **memory,
             "collectives_per_step": last["collectives"],
             "collective_bytes_per_step": last["collective_bytes"],
             "all_reduces_per_step": last["all_reduces"],
             "all_gathers_per_step": last["all_gathers"],
+            "counted_tokens_per_step": tokens,
+        }
+        if self.setup.device != "cpu":
+            return {**counts, "not_counted": "adapter kernels: a GPU's fused ops hide how many they launch"}
+        return {
+            **counts,
             "adapter_kernels_per_step": last["adapter_kernels"],
             "adapter_gemms_per_step": last["adapter_gemms"],
-            "adapter_bytes_per_rank": max(rank["adapter_bytes"] for rank in ranks),
-            "counted_tokens_per_step": last["tokens"],
         }
 
     async def add_latency(self, microseconds: float, check: bool) -> dict[str, Any]:

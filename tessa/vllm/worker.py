@@ -2,7 +2,7 @@
 
 `WorkerExtension` is mixed into vLLM's workers (``worker_extension_cls``) and called through ``collective_rpc``.
 Counting replaces methods on live objects and slows the engine, so it is switched on for a few steps outside the
-timed runs and undone afterwards.
+timed runs and undone afterwards. Compiled or captured steps do not pass those methods; they are not counted at all.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessa.ops import compiled
 from tessa.vllm.latency import COLLECTIVES, attach
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "linear", "onednn_mm", "matmul")
 COMPILED = ("add_combined", "dot_rows", "segmented_in", "segmented_out")
@@ -172,6 +175,14 @@ def adapter_bytes(model: torch.nn.Module) -> int:
     return total
 
 
+def why_not_counted(vllm_config: VllmConfig) -> str | None:
+    """Why an engine's steps cannot be counted, or None where they can."""
+    compilation = vllm_config.compilation_config
+    if compilation.mode.name == "NONE" and compilation.cudagraph_mode.name == "NONE":
+        return None
+    return "compiled and captured steps do not pass the methods that count; engine.enforce_eager=true counts them"
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its worker class; names start with ``tessa_`` so that they collide with none."""
 
@@ -193,15 +204,19 @@ class WorkerExtension:
         """Forward passes and collectives since the latency was last set."""
         return self.tessa_latency.counts()
 
-    def tessa_start_counting(self) -> None:
+    def tessa_start_counting(self) -> str | None:
+        """Count the steps from now on; returns why that is impossible here, and then counts nothing."""
+        reason = why_not_counted(self.vllm_config)  # type: ignore[attr-defined]
+        if reason is not None:
+            return reason
         self.tessa_counting = Counting(self.model_runner.get_model())  # type: ignore[attr-defined]
         self.tessa_counting.install()
+        return None
 
-    def tessa_stop_counting(self) -> dict[str, Any]:
-        """The steps since counting began, and the adapter memory of this rank."""
-        counting = self.tessa_counting
-        counting.remove()
-        return {
-            "steps": [asdict(step) for step in counting.steps],
-            "adapter_bytes": adapter_bytes(counting.model),
-        }
+    def tessa_stop_counting(self) -> list[dict[str, Any]]:
+        """The steps since counting began."""
+        self.tessa_counting.remove()
+        return [asdict(step) for step in self.tessa_counting.steps]
+
+    def tessa_adapter_bytes(self) -> int:
+        return adapter_bytes(self.model_runner.get_model())  # type: ignore[attr-defined]
