@@ -89,12 +89,20 @@ class GroupedLoRA(AdapterHook):
 
 
 class PlainLoRA(GroupedLoRA):
-    """Plain LoRA: on every device one pair of dense products per distinct adapter."""
+    """Plain LoRA: on every device one pair of dense products per distinct adapter.
+
+    Raises:
+        UserError: steps would be captured in graphs, which would repeat the batch that they were captured with.
+    """
 
     wrapper_class = PerAdapterWrapper
 
     def __init__(self, options: Mapping[str, Any], vllm_config: VllmConfig) -> None:
         super().__init__(options, vllm_config)
+        if not (vllm_config.model_config.enforce_eager or current_platform.is_cpu()):
+            raise UserError(
+                "plain LoRA's products follow the batch and cannot be captured; use --enforce-eager"
+            )
         self.stock = False
 
 

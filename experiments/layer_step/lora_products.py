@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -84,8 +84,7 @@ class TorchProducts(LoraProducts):
         return 1 + products * (1 + parts) + parts
 
     def prepare(self, token_slot: Tensor) -> None:
-        step = route(token_slot.cpu().long(), self.slots)
-        self.step = replace(step, order=step.order.to(self.device), slots=step.slots.to(self.device))
+        self.step = route(token_slot.cpu().long(), self.slots).to(self.device)
 
     def shrink(self, x: Tensor, factors: LoraFactors) -> Tensor:
         """[rows, n, inner] in slot order."""

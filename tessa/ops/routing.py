@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,10 @@ class Routing:
     def rows(self) -> int:
         """Rows that have an adapter."""
         return self.order.shape[0]
+
+    def to(self, device: torch.device | str) -> Routing:
+        """With `order` and `slots` on a device; `ends` stays on the CPU, where the products per adapter read it."""
+        return replace(self, order=self.order.to(device), slots=self.slots.to(device))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of ``x [num_tokens, ...]`` in slot order; a view where they already are."""

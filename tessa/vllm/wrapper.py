@@ -47,7 +47,8 @@ class RoutingWrapper(PunicaWrapperCPU):
     ) -> None:
         if self.keep_vllm_metadata:
             super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
-        self.step = route(torch.from_numpy(token_slots(mapping, lora_index_to_id)), self.num_slots)
+        step = route(torch.from_numpy(token_slots(mapping, lora_index_to_id)), self.num_slots)
+        self.step = step.to(self.device)
 
 
 class StaticWrapper(PunicaWrapperCPU):
