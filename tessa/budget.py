@@ -87,6 +87,27 @@ def width_for(
         step //= 2
 
 
+def _candidates(
+    rank: float, d_out: int, d_in: int, axis: Axis, segments: int, multiple: int
+) -> tuple[int, ...]:
+    """Widths that `widths_for` chooses from, nearest to the budget first."""
+    width = width_for(rank, d_out, d_in, axis, segments, multiple)
+    dim, other = (d_out, d_in) if axis == "out" else (d_in, d_out)
+    wanted = lora_params(rank, d_out, d_in)
+    if abs(width * other - wanted) <= TOLERANCE * wanted:
+        return (width,)
+    farther = width + (segments if width * other < wanted else -segments)
+    allowed = 0 < farther <= dim and abs(farther * other - wanted) <= MAX_COMPENSATION * wanted
+    return (width, farther) if allowed else (width,)
+
+
+def most_width_for(
+    rank: float, d_out: int, d_in: int, axis: Axis, segments: int = 1, multiple: int = HARDWARE_MULTIPLE
+) -> int:
+    """The widest slice that `widths_for` may give such a layer, whatever other layers an adapter has."""
+    return max(_candidates(rank, d_out, d_in, axis, segments, multiple))
+
+
 def widths_for(
     layers: Mapping[str, tuple[int, int, Axis, int]], rank: float, multiple: int = HARDWARE_MULTIPLE
 ) -> dict[str, int]:
@@ -106,16 +127,10 @@ def widths_for(
     choices: list[list[tuple[int, float]]] = []
     for (d_out, d_in, axis, segments), modules in kinds.items():
         try:
-            width = width_for(rank, d_out, d_in, axis, segments, multiple)
+            widths = _candidates(rank, d_out, d_in, axis, segments, multiple)
         except UserError as error:
             raise UserError(f"module '{modules[0]}': {error}") from None
-        dim, other = (d_out, d_in) if axis == "out" else (d_in, d_out)
-        wanted = lora_params(rank, d_out, d_in)
-        widths = [width]
-        if abs(width * other - wanted) > TOLERANCE * wanted:
-            farther = width + (segments if width * other < wanted else -segments)
-            if 0 < farther <= dim and abs(farther * other - wanted) <= MAX_COMPENSATION * wanted:
-                widths.append(farther)
+        other, wanted = d_in if axis == "out" else d_out, lora_params(rank, d_out, d_in)
         choices.append([(w, len(modules) * (w * other - wanted)) for w in widths])
     undecided = [i for i, options in enumerate(choices) if len(options) > 1]
     for i in sorted(undecided, key=lambda i: -abs(choices[i][0][1]))[MAX_COMBINED_KINDS:]:

@@ -172,6 +172,8 @@ def engine_args(
             "lora_rank": max(ranks),
             **backend.options,
         }
+        if spec.adapter_format == "tessa":  # what a GPU's fixed buffers make room for
+            arguments["additional_config"] |= {name: adapters[name] for name in ("placement", "shards")}
     arguments.update(spec.engine_args)
     arguments.update(settings.get("extra") or {})
     return arguments

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from tessa.budget import width_for
+from tessa.budget import most_width_for
 from tessa.errors import UserError
 from tessa.ops.products import GrowingProducts, Products, StaticProducts, wide_limit
 from tessa.ops.schedule import Schedule
@@ -129,7 +129,7 @@ class TessaLinear:
         segments = options.shards if along else 1
         widths = []
         for p in self.parts:
-            width = width_for(options.rank, p.d_out, p.d_in, axis, segments)  # type: ignore[arg-type]
+            width = most_width_for(options.rank, p.d_out, p.d_in, axis, segments)  # type: ignore[arg-type]
             widths.append(width * p.replicas // self.tp_size if along else width)
         return max(widths) if axis == "in" else sum(widths)
 

@@ -12,6 +12,7 @@ from tessa.budget import (
     bd_lora_params,
     budget_of,
     lora_params,
+    most_width_for,
     width_for,
     widths_for,
 )
@@ -86,6 +87,7 @@ def test_rounding_in_one_kind_makes_up_for_another():
     assert alone == {"l.q_proj": 8, "l.gate_proj": 5, "l.up_proj": 5, "l.down_proj": 5}  # 5.45 is wanted
     widths = widths_for(layers, 4)
     assert widths == alone | {"l.down_proj": 6}
+    assert most_width_for(4, *layers["l.down_proj"]) == 6
 
     def budget(chosen):
         return budget_of(
@@ -115,6 +117,7 @@ def test_compensation_keeps_every_layer_within_its_bound(rank, hidden, inner, pl
         other, wanted = (d_in if axis == "out" else d_out), rank * (d_in + d_out)
         error = abs(widths[module] * other / wanted - 1)
         assert widths[module] == alone or (TOLERANCE < error <= MAX_COMPENSATION)
+        assert max(widths[module], alone) <= most_width_for(rank, d_out, d_in, axis, segments)
         assert widths[module] % segments == 0
         totals["alone"] += alone * other - wanted
         totals["together"] += widths[module] * other - wanted

@@ -84,7 +84,7 @@ def setup_for(
             "max_resident": 4,
             "rank_equivalent": 96,  # room for the largest of MIXTURE, in blocks too
             "target_modules": list(ALL_MODULES),
-            "placement": "across",
+            "placement": changes.pop("placement", "across"),
             "offset": "first",
             "shards": 8,
             "seed": 0,
@@ -177,12 +177,12 @@ def test_backends_without_adapters(backend: str, cache: Path, tmp_path: Path) ->
     assert (counters["adapter_bytes_per_rank"] > 0) == (backend == "base_enabled")
 
 
-def test_the_gpus_fixed_buffers_give_the_same_outputs(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["across", "along"])
+def test_the_gpus_fixed_buffers_give_the_same_outputs(placement: str, cache: Path, tmp_path: Path) -> None:
     """The products that a GPU uses, on the CPU's implementation of the same ops."""
-    folders = [
-        f for f, one in zip(mixture(cache, "tessa", 2), MIXTURE, strict=True) if one["placement"] == "across"
-    ]
-    setup = setup_for("tessa", 2, cache, folders)
+    made = zip(mixture(cache, "tessa", 2), MIXTURE, strict=True)
+    folders = [folder for folder, one in made if one["placement"] == placement]
+    setup = setup_for("tessa", 2, cache, folders, placement=placement)
     arguments = dict(setup.engine_args)
     arguments["additional_config"] = {**arguments["additional_config"], "products": "static"}
     with Running(dataclasses.replace(setup, engine_args=arguments), tmp_path / "log") as engine:
