@@ -17,6 +17,8 @@ from analysis import files, style
 from tessa.errors import UserError
 
 FOLDER = "layer_step"
+_ALIKE = ("device", "machine", "dtype", "scale")
+_KEY = ("variant", "model", "tp", "phase", "sequences", "length", "rank", "distinct", "resident")
 SHOWN = ("plain_lora", "punica", "slora", "bd_lora", "tessa")
 MODES = {"tessa:wide": ("TESSA, wide only", "--"), "tessa:segmented": ("TESSA, segmented only", ":")}
 AXES = {
@@ -33,6 +35,23 @@ def read(results_dir: str | Path) -> pd.DataFrame:
     if not path.is_file():
         raise UserError(f"no layer step at {path}; make it with: python run.py experiment=layer_step")
     return pd.read_csv(path)
+
+
+def newest(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows measured as the newest one was, so that no curve mixes machines or precisions; the latest of each.
+
+    UserError where no row says on which machine it was measured.
+    """
+    if "machine" not in frame:
+        raise UserError(
+            f"the rows in {FOLDER}/rows.csv do not say on which machine they were measured; delete the file and make it "
+            "again with: python run.py experiment=layer_step"
+        )
+    frame = frame.sort_values("measured_at", kind="stable")
+    last = frame.iloc[-1]
+    for column in _ALIKE:
+        frame = frame[frame[column] == last[column]]
+    return frame.drop_duplicates([*_KEY], keep="last")
 
 
 def _complete(frame: pd.DataFrame) -> pd.DataFrame:
@@ -83,7 +102,7 @@ def _curves(axes: Axes, rows: pd.DataFrame) -> None:
 def _title(frame: pd.DataFrame) -> str:
     first = frame.iloc[0]
     scale = f", widths divided by {int(first.scale)}" if first["scale"] > 1 else ""
-    where = f"one rank's kernels on {first.device}, {first['dtype']}{scale}"
+    where = f"one rank's kernels on {first.machine}, {first['dtype']}{scale}"
     return f"Emulated: {where}; collectives left out; bands: least and most of the rounds"
 
 
@@ -130,17 +149,11 @@ def sweeps(frame: pd.DataFrame, model: str) -> Figure:
 
 
 def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
-    """All figures of the layer step as PNG and PDF; returns the paths. The newest device's rows alone are drawn."""
-    frame, out = read(results_dir), Path(out_dir)
-    newest = frame.sort_values("measured_at").iloc[-1]
-    frame = frame[(frame.device == newest.device) & (frame["scale"] == newest["scale"])]
-    frame = frame.drop_duplicates([*_KEY], keep="last")
+    """All figures of the layer step as PNG and PDF, of the `newest` rows; returns the paths."""
+    frame, out = newest(read(results_dir)), Path(out_dir)
     figures = {"layer_step_tp": cost_over_tp(frame)}
     for model in dict.fromkeys(frame.model):
         mine = frame[frame.model == model]
         if (mine.sweep != "tp").any() and ((mine.sweep == "tp") & (mine.phase == "decode")).any():
             figures[f"layer_step_sweeps_{model}"] = sweeps(frame, model)
     return files.write_all(figures, out)
-
-
-_KEY = ("variant", "model", "tp", "phase", "sequences", "length", "rank", "distinct", "resident")

@@ -16,11 +16,10 @@ def store(rows: pd.DataFrame, name: str, out: Path, git: dict[str, object]) -> p
         name: the `experiment` column's value.
         git: `provenance.git_state()` of when the measurement began.
     """
-    machine = provenance.hardware()
     rows = rows.assign(
         experiment=name,
         provenance="measured",
-        machine=f"{machine.get('cpu')}, {machine.get('cores')} cores",
+        machine=provenance.machine(),
         git_sha=git["sha"],
         git_dirty=git["dirty"],
     )

@@ -114,17 +114,29 @@ def device() -> str:
 
 
 @functools.cache
-def hardware() -> dict[str, Any]:
-    """CPU model, usable cores, memory in GiB and the GPUs of this machine."""
-    import psutil
-
+def processor() -> tuple[str, int | None]:
+    """CPU model and usable cores."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 model = line.split(":", 1)[1].strip()
                 break
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return model, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def machine() -> str:
+    """The processor in words, as rows that were measured on it name it."""
+    model, cores = processor()
+    return f"{model}, {cores} cores"
+
+
+@functools.cache
+def hardware() -> dict[str, Any]:
+    """CPU model, usable cores, memory in GiB and the GPUs of this machine."""
+    import psutil
+
+    model, cores = processor()
     return {
         "cpu": model,
         "cores": cores,

@@ -295,7 +295,7 @@ def layer_step_rows() -> pd.DataFrame:
         settings = {**LAYER_START, **change}
         return {
             "variant": variant, "model": "m", "phase": phase, "sweep": sweep, "status": "complete", **settings,
-            "tokens": settings["sequences"], "device": "gpu", "dtype": "bfloat16", "scale": 1,
+            "tokens": settings["sequences"], "device": "gpu", "machine": "gpu", "dtype": "bfloat16", "scale": 1,
             "measured_at": "2026-01-01", "adapter_cost_kernels": cost, "adapter_cost_kernels_low": cost - 0.01,
             "adapter_cost_kernels_high": cost + 0.01,
         }  # fmt: skip

@@ -81,7 +81,7 @@ def run(spec: LayerStepSpec, out: Path, force: bool = False) -> int:
     from experiments.layer_step.measure import Bench
 
     bench, store = Bench(spec), RowFile(out)
-    write_environment(out, spec, bench.machine)
+    write_environment(out, spec, bench.machine, bench.git)
     settings = bench.machine.settings(spec)
     planned = points(spec)
     wanted = [p for p in planned if force or not store.complete(p, spec.backends, settings)]

@@ -1,4 +1,7 @@
-"""Where the rows come from: code, packages, device. Works without the packages that only the harness needs."""
+"""Where the last run's rows come from: code, packages, device; rows say for themselves what they were measured with.
+
+Works without the packages that only the harness needs.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import platform
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,14 +20,15 @@ if TYPE_CHECKING:
     from experiments.layer_step.measure import Machine
 
 
-def write_environment(out: Path, spec: LayerStepSpec, machine: Machine) -> None:
+def write_environment(out: Path, spec: LayerStepSpec, machine: Machine, git: dict[str, Any]) -> None:
     """`environment.json` and `spec.json` in `out`, which is created."""
     out.mkdir(parents=True, exist_ok=True)
     environment = {
         "git_submit": provenance.submit_state(),
-        "git_start": provenance.git_state(),
+        "git_start": git,
         "packages": {**provenance.package_versions(), "torch": torch.__version__, "cuda": torch.version.cuda},
         "device": machine.name,
+        "machine": machine.machine,
         "dtype": str(machine.dtype),
         "cache_bytes": machine.cache_bytes,
         "threads": torch.get_num_threads(),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments import provenance
 from experiments.layer_step.collectives import Collectives
 from experiments.layer_step.executors import Executor, make_executor
 from experiments.layer_step.gate import Incorrect, check_products, check_step
@@ -21,7 +22,7 @@ from experiments.layer_step.stack import Stack, build_caches, build_stack, step
 from experiments.layer_step.timing import capture, time_cpu, time_cuda
 from tessa.errors import UserError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 INPUT_SETS = 4
 WARM_UP_STEPS = 3
 CACHE_MULTIPLE = 3
@@ -31,13 +32,14 @@ Inputs = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run measures on, once `auto` is resolved."""
+    """What a run measures on, once `auto` is resolved. name: the GPU's or "cpu"; machine: which GPU or processor."""
 
     device: torch.device
     dtype: torch.dtype
     scale: int
     name: str
     cache_bytes: int
+    machine: str
 
     @staticmethod
     def of(spec: LayerStepSpec) -> Machine:
@@ -48,16 +50,20 @@ class Machine:
         dtype = getattr(torch, "bfloat16" if kind == "cuda" else "float32") if spec.dtype == "auto" else None
         dtype = dtype or getattr(torch, spec.dtype)
         if kind == "cpu":
-            return Machine(torch.device("cpu"), dtype, spec.scale or CPU_SCALE, "cpu", 0)
+            return Machine(
+                torch.device("cpu"), dtype, spec.scale or CPU_SCALE, "cpu", 0, provenance.machine()
+            )
         properties = torch.cuda.get_device_properties(0)
         cache = int(getattr(properties, "L2_cache_size", 0)) or 64 * 2**20
-        return Machine(torch.device("cuda"), dtype, spec.scale or 1, properties.name, cache)
+        name = properties.name
+        return Machine(torch.device("cuda"), dtype, spec.scale or 1, name, cache, name)
 
     def settings(self, spec: LayerStepSpec) -> dict[str, object]:
         """How a row is measured, beside its point and backend."""
         return {
             "schema_version": SCHEMA_VERSION,
             "device": self.name,
+            "machine": self.machine,
             "dtype": str(self.dtype).removeprefix("torch."),
             "scale": self.scale,
             "layers": spec.layers,
@@ -90,6 +96,7 @@ class Bench:
 
     def __init__(self, spec: LayerStepSpec) -> None:
         self.spec, self.machine = spec, Machine.of(spec)
+        self.git = provenance.git_state()
         self.collectives = Collectives(spec, self.machine.name, self.machine.dtype.itemsize)
         self._stack: tuple[tuple[str, int], Stack] | None = None
 
@@ -206,6 +213,8 @@ class Bench:
             "model_layers": stack.shape.layers,
             "torch": torch.__version__,
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "git_sha": self.git["sha"],
+            "git_dirty": self.git["dirty"],
         }
 
     def _timed_row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,24 @@ NAME = "rows.csv"
 
 
 class RowFile:
-    """`rows.csv` of a folder; a row replaces the one with the same `cell`. Always written as a whole."""
+    """`rows.csv` of a folder; a row replaces the one with the same `cell`. Always written as a whole.
+
+    Several runs may add to one file: each addition takes up what the others have stored.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self._rows: dict[str, dict[str, Any]] = {row["cell"]: row for row in self._stored()}
+        self._rows = self._stored()
 
-    def _stored(self) -> list[dict[str, Any]]:
+    def _stored(self) -> dict[str, dict[str, Any]]:
         if not self.path.is_file():
-            return []
-        frame = pd.read_csv(self.path)
+            return {}
+        # Twelve hex digits may read as a number, and a number must not change when the file is written again.
+        text = {"cell": str, "git_sha": str}
+        frame = pd.read_csv(self.path, dtype=text, float_precision="round_trip")  # type: ignore[arg-type]
         if "cell" not in frame:
             raise UserError(f"{self.path} is not a layer_step table; move it away or choose another folder")
-        return frame.to_dict("records")  # type: ignore[return-value]
+        return {row["cell"]: row for row in frame.to_dict("records")}  # type: ignore[misc]
 
     def complete(self, point: Point, backends: Sequence[str], settings: dict[str, object]) -> bool:
         """Whether every backend of a point has a complete row that was measured with these settings."""
@@ -36,10 +42,13 @@ class RowFile:
         return all(row is not None and row["status"] == "complete" for row in cells)
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        self._rows |= {row["cell"]: row for row in rows}
-        part = self.path.with_suffix(".part")
-        self.frame().to_csv(part, index=False)
-        part.replace(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path.with_name(f".{NAME}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._rows = self._stored() | {row["cell"]: row for row in rows}
+            part = self.path.with_suffix(".part")
+            self.frame().to_csv(part, index=False)
+            part.replace(self.path)
 
     def frame(self) -> pd.DataFrame:
         return pd.DataFrame(list(self._rows.values()))

@@ -32,6 +32,22 @@ def test_a_curve_varies_one_axis_from_the_start(frame: pd.DataFrame, axis: str, 
     assert sorted(rows[rows.variant == "tessa"].x) == values
 
 
+@pytest.mark.parametrize(
+    "other", [{"device": "cpu"}, {"machine": "another gpu"}, {"dtype": "float32"}, {"scale": 8}, {}]
+)
+def test_no_curve_mixes_machines_or_precisions(frame: pd.DataFrame, other: dict[str, object]) -> None:
+    """Rows of another setting are left out, and of the same one the latest stay, wherever they stand in the file."""
+    old = frame.assign(measured_at="2025-01-01", adapter_cost_kernels=9.0, **other)
+    kept = layer_step.newest(pd.concat([frame, old]))
+    assert len(kept) == len(layer_step.newest(frame))
+    assert kept.adapter_cost_kernels.max() < 1
+
+
+def test_rows_that_do_not_say_where_they_were_measured_are_not_drawn(frame: pd.DataFrame) -> None:
+    with pytest.raises(UserError, match="on which machine"):
+        layer_step.newest(frame.drop(columns="machine"))
+
+
 def test_figures_are_drawn_of_the_newest_device(frame: pd.DataFrame, tmp_path: Path) -> None:
     old = frame.assign(device="cpu", measured_at="2025-01-01", adapter_cost_kernels=9.0)
     (tmp_path / "layer_step").mkdir()

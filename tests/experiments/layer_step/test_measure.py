@@ -9,13 +9,14 @@ import pandas as pd
 import pytest
 import torch
 
+from experiments import provenance
 from experiments.layer_step import __main__ as main
 from experiments.layer_step import lora_products
 from experiments.layer_step.executors import TessaExecutor, make_executor
 from experiments.layer_step.gate import Incorrect, check_products
 from experiments.layer_step.measure import Bench, scaled_point, token_slots
 from experiments.layer_step.rows import RowFile, table
-from experiments.layer_step.spec import BACKENDS, LayerStepSpec, Point, scaled_shape
+from experiments.layer_step.spec import BACKENDS, LayerStepSpec, Point, cell_id, scaled_shape
 from experiments.layer_step.stack import build_caches, build_stack
 from experiments.projection.collectives import collective_s
 from experiments.projection.hardware import gpu_named
@@ -157,7 +158,31 @@ def test_a_rerun_measures_what_is_missing(tmp_path, capsys) -> None:
     assert main.main([*arguments, "punica"]) == 0
     assert "0 of 4 points to measure" in capsys.readouterr().out
     assert RowFile(tmp_path).frame().layer_s.to_list() == both.layer_s.to_list()
-    assert json.loads((tmp_path / "environment.json").read_text())["device"] == "cpu"
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["device"] == "cpu"
+    assert set(both.git_sha) == {environment["git_start"]["sha"]}
+    assert set(both.git_dirty) == {environment["git_start"]["dirty"]}
+    assert set(both.machine) == {environment["machine"]} == {provenance.machine()}
+
+
+def test_another_processor_measures_anew() -> None:
+    settings = Bench(TINY).machine.settings(TINY)
+    cells = {cell_id(DECODE, "base", {**settings, "machine": name}) for name in ("one cpu", "another")}
+    assert len(cells) == 2
+
+
+def test_two_runs_on_one_folder_keep_each_others_rows(tmp_path) -> None:
+    one, two = RowFile(tmp_path), RowFile(tmp_path)
+    # A name of digits alone, and a number whose last digit a short reading would lose.
+    one.add([{"cell": "000000000012", "status": "complete", "layer_s": 0.1 + 0.2}])
+    two.add([{"cell": "b", "status": "complete", "layer_s": 1.0}])
+    one.add([{"cell": "c", "status": "failed", "layer_s": math.nan}])
+    stored = RowFile(tmp_path).frame()
+    assert list(stored.cell) == ["000000000012", "b", "c"]
+    assert stored.layer_s[0] == 0.1 + 0.2
+    two.add([{"cell": "b", "status": "complete", "layer_s": 2.0}])
+    assert dict(zip(two.frame().cell, two.frame().layer_s, strict=True))["b"] == 2.0
+    assert len(two.frame()) == 3
 
 
 def test_a_spent_budget_leaves_points_out_and_says_which(tmp_path, capsys) -> None:
