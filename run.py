@@ -27,8 +27,8 @@ def job(composed: DictConfig) -> int:
     return code
 
 
-def report(results: Path, experiment: str, cells: list[str]) -> None:
-    """Prints the table of the run's settings and where the figure is."""
+def report(results: Path, experiment: str, cells: list[str] | None) -> None:
+    """Prints the table of the run's settings and where the figures are."""
     from analysis.__main__ import report as show
 
     show(results, experiment, cells)

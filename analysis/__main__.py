@@ -15,8 +15,11 @@ from tessa.errors import UserError
 def report(results: Path, experiment: str, cells: Collection[str] | None = None) -> list[Path]:
     """Prints the table of an experiment and the paths of its figures.
 
-    `cells` narrows the table to their settings, and the figures to those that these cells are in.
+    `cells` narrows the table to their settings, and the figures to those that these cells are in. A study that keeps
+    tables of its own has figures alone, and the projection its errors.
     """
+    if experiment in ("layer_step", "projection"):
+        return _report_study(results, experiment)
     frame = shown = load(results, experiment)
     if cells is not None and len(frame):
         mine = frame[frame["cell"].isin(cells)]
@@ -28,6 +31,22 @@ def report(results: Path, experiment: str, cells: Collection[str] | None = None)
     paths = figures.draw(frame, results / "figures", results) if len(frame) else []
     for path in paths:
         print(f"figure: {path}")
+    return paths
+
+
+def _report_study(results: Path, experiment: str) -> list[Path]:
+    from analysis import layer_step, projection
+
+    draw = {"layer_step": layer_step.draw, "projection": projection.draw}[experiment]
+    try:
+        paths = draw(results, results / "figures")
+    except UserError as error:  # a run whose time was too short for a row has nothing to draw
+        print(f"no figure: {error}")
+        return []
+    for path in paths:
+        print(f"figure: {path}")
+    if experiment == "projection":
+        print(validation_text(results, None, as_json=True))
     return paths
 
 

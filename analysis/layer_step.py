@@ -44,8 +44,8 @@ def newest(frame: pd.DataFrame) -> pd.DataFrame:
     """
     if "machine" not in frame:
         raise UserError(
-            f"the rows in {FOLDER}/rows.csv do not say on which machine they were measured; delete the file and make it "
-            "again with: python run.py experiment=layer_step"
+            f"the rows in {FOLDER}/rows.csv do not say on which machine they were measured; delete the file and make "
+            "it again with: python run.py experiment=layer_step"
         )
     frame = frame.sort_values("measured_at", kind="stable")
     last = frame.iloc[-1]

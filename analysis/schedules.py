@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis import files, style
+from experiments.schedule_costs import summary
 from tessa.errors import UserError
 
 # `style` chooses the backend without a display; pyplot must come after it.
@@ -17,7 +18,6 @@ import matplotlib.pyplot as plt  # isort: skip
 FOLDER = "schedules"
 COMMAND = "python -m experiments.bench_schedules"
 SCHEDULES = {"wide_us": ("wide", "#0072B2", "s"), "segmented_us": ("segmented", style.COLOURS["tessa"], "o")}
-POINT = ["tokens", "slots", "distinct"]
 
 
 def read(results_dir: str | Path) -> pd.DataFrame:
@@ -26,23 +26,6 @@ def read(results_dir: str | Path) -> pd.DataFrame:
     if not path.is_file():
         raise UserError(f"no timed schedules at {path}; make them with: {COMMAND}")
     return pd.read_csv(path)
-
-
-def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """The four linear layers together, indexed by (tokens, slots, distinct).
-
-    Columns: `base_us`, `wide_us`, `segmented_us`; `rule_us`, with the schedule that the rule chooses for each layer;
-    `best_us`, with the faster one for each; `regret`, rule_us / best_us - 1; `wide_layers`, for how many it chooses
-    wide.
-    """
-    rows = rows.assign(
-        rule_us=rows["wide_us"].where(rows["chose_wide"], rows["segmented_us"]),
-        best_us=rows[["wide_us", "segmented_us"]].min(axis=1),
-        wide_layers=rows["chose_wide"].astype(int),
-    )
-    columns = ["base_us", "wide_us", "segmented_us", "rule_us", "best_us", "wide_layers"]
-    table = rows.groupby(POINT)[columns].sum()
-    return table.assign(regret=table["rule_us"] / table["best_us"] - 1)
 
 
 def over_adapters(rows: pd.DataFrame) -> Figure:

@@ -22,6 +22,7 @@ import torch
 
 from experiments import models, provenance
 from experiments.bench_rows import store
+from experiments.schedule_costs import summary
 from tessa.budget import width_for
 from tessa.ops.products import GrowingProducts
 from tessa.ops.routing import route
@@ -138,8 +139,6 @@ def measure(
 
 def shown(rows: pd.DataFrame) -> pd.DataFrame:
     """All four layers of a transformer layer together, one row per (tokens, slots, distinct)."""
-    from analysis.schedules import summary
-
     table = summary(rows)
     over = {name: table[f"{name}_us"] / table["base_us"] for name in ("wide", "segmented", "rule")}
     wide_layers = table["wide_layers"].astype(str) + " of 4"

@@ -10,19 +10,25 @@ import contextlib
 import difflib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.provenance import REPO
+from experiments.stopping import StopSignals
+from experiments.store import Store
 from tessa.errors import UserError
+from tessa.vllm.lifetime import die_with_parent
 
 if TYPE_CHECKING:
     from experiments.config import RunConfig
+
+Report = Callable[[Path, str, "list[str] | None"], object]
+"""Prints the table and draws the figures of a run: its results folder, its experiment, and its cells (None: all)."""
 
 
 def spec_from(kind: type[Any], values: dict[str, Any]) -> Any:
@@ -42,14 +48,18 @@ def spec_from(kind: type[Any], values: dict[str, Any]) -> Any:
         raise UserError(f"study: a value has the wrong type ({error})") from error
 
 
-def execute(config: RunConfig, mode: str = "run") -> int:
+def execute(config: RunConfig, mode: str = "run", report: Report | None = None) -> int:
     """Runs a study, or with `mode` "status" or `dry_run` says what it would do. Returns the exit status."""
     if config.tp != 1:
         instead = "trains on one device" if config.kind == "quality" else f"takes study.tps=[{config.tp}]"
         raise UserError(f"tp={config.tp} is an engine's; experiment={config.name} {instead}")
     run = {"projection": _projection, "layer_step": _layer_step, "quality": _quality}[config.kind]
     results = Path(config.paths.results).expanduser()
-    return run(config, results, mode == "status" or config.dry_run)
+    looking = mode == "status" or config.dry_run
+    status = run(config, results, looking)
+    if report is not None and not looking:
+        report(results, str(config.name) if config.kind == "quality" else config.kind, None)
+    return status
 
 
 def _projection(config: RunConfig, results: Path, looking: bool) -> int:
@@ -63,15 +73,23 @@ def _projection(config: RunConfig, results: Path, looking: bool) -> int:
             f"projection: {out} is {there}; {len(spec.models)} models, {len(spec.gpus)} GPUs, tp {list(spec.tps)}"
         )
         return 0
-    from analysis import projection
-    from analysis.load import summaries
     from experiments.projection.own_cells import points
 
-    run(spec, out, cells=points(summaries(results)))
-    for path in projection.draw(results, results / "figures"):
-        print(f"figure: {path}")
-    print(json.dumps(projection.validation(results), indent=2))
+    run(spec, out, cells=points(_stored(results)))
     return 0
+
+
+def _stored(results: Path) -> Iterator[dict[str, Any]]:
+    """Summaries of all stored cells, each with its `config`, or None where that cannot be read."""
+    for name in sorted({file.parent.parent.name for file in results.glob("*/[!.]*/summary.json")}):
+        store = Store(results, name, create=False)
+        for cell in store.cells():
+            config = None
+            with contextlib.suppress(OSError, ValueError):
+                config = json.loads((store.path(cell) / "config.json").read_text(encoding="utf-8"))
+            summary = store.summary(cell)
+            if summary is not None:
+                yield {**summary, "config": config}
 
 
 def _layer_step(config: RunConfig, results: Path, looking: bool) -> int:
@@ -88,13 +106,7 @@ def _layer_step(config: RunConfig, results: Path, looking: bool) -> int:
             print(f"  {point.label}")
         return 0
     status = _measure(asdict(spec), out, config.force)
-    frame = RowFile(out).frame()
-    print(table(frame))
-    if len(frame):
-        from analysis.layer_step import draw
-
-        for path in draw(results, results / "figures"):
-            print(f"figure: {path}")
+    print(table(RowFile(out).frame()))
     return status
 
 
@@ -105,7 +117,7 @@ def _quality(config: RunConfig, results: Path, looking: bool) -> int:
 
     spec = spec_from(QualitySpec, with_smoke(config.study, config.measure.name))
     cache = Path(config.paths.cache).expanduser() if config.paths.cache else models.default_cache()
-    status = study.run(
+    return study.run(
         str(config.name),
         spec,
         results,
@@ -115,15 +127,15 @@ def _quality(config: RunConfig, results: Path, looking: bool) -> int:
         config.only,
         config.force,
     )
-    if not looking:
-        from analysis.__main__ import report
-
-        report(results, str(config.name))
-    return status
 
 
 def _measure(spec: dict[str, Any], out: Path, force: bool) -> int:
-    """The measuring process, in a session of its own; it is ended with its children when this one is interrupted."""
+    """The measuring process, in a session of its own; it ends when this one does, however that ends.
+
+    SIGINT, SIGTERM and SIGHUP end it with its children and are then raised as KeyboardInterrupt.
+    """
+    from experiments.vllm_bench import stop
+
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "spec.json"
         file.write_text(json.dumps(spec), encoding="utf-8")
@@ -141,11 +153,12 @@ def _measure(spec: dict[str, Any], out: Path, force: bool) -> int:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
         }
-        child = subprocess.Popen([*command, *(["--force"] if force else [])], env=env, start_new_session=True)
-        try:
-            return child.wait()
-        finally:
-            if child.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGTERM)
-                child.wait()
+        command += ["--force"] if force else []
+        with StopSignals() as signals:
+            child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent)
+            try:
+                return child.wait()
+            finally:
+                if child.poll() is None:
+                    with signals.shielded():
+                        stop(child)

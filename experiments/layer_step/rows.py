@@ -29,9 +29,7 @@ class RowFile:
     def _stored(self) -> dict[str, dict[str, Any]]:
         if not self.path.is_file():
             return {}
-        # Twelve hex digits may read as a number, and a number must not change when the file is written again.
-        text = {"cell": str, "git_sha": str}
-        frame = pd.read_csv(self.path, dtype=text, float_precision="round_trip")  # type: ignore[arg-type]
+        frame = pd.read_csv(self.path, dtype={"cell": str, "git_sha": str})  # hex digits may read as a number
         if "cell" not in frame:
             raise UserError(f"{self.path} is not a layer_step table; move it away or choose another folder")
         return {row["cell"]: row for row in frame.to_dict("records")}  # type: ignore[misc]

@@ -173,7 +173,7 @@ def test_another_processor_measures_anew() -> None:
 
 def test_two_runs_on_one_folder_keep_each_others_rows(tmp_path) -> None:
     one, two = RowFile(tmp_path), RowFile(tmp_path)
-    # A name of digits alone, and a number whose last digit a short reading would lose.
+    # A name of digits alone.
     one.add([{"cell": "000000000012", "status": "complete", "layer_s": 0.1 + 0.2}])
     two.add([{"cell": "b", "status": "complete", "layer_s": 1.0}])
     one.add([{"cell": "c", "status": "failed", "layer_s": math.nan}])
