@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from experiments import provenance
 
 
-def store(rows: pd.DataFrame, name: str, out: Path, git: dict[str, object]) -> pd.DataFrame:
+def store(rows: pd.DataFrame, name: str, out: Path, git: dict[str, Any]) -> pd.DataFrame:
     """Writes ``out/rows.csv``, whole or not at all, and returns what it holds.
 
     Args:
