@@ -18,6 +18,8 @@ from analysis.load import load, summaries
 from tessa.errors import UserError
 
 FOLDER = "projection"
+_FORMER = {"collectives_per_step": "adapter_collectives_per_step"}
+"""What tables of schema version 1 call a column, by a name that elsewhere holds the base model's collectives too."""
 SHOWN = ("base_enabled", "punica", "slora", "bd_lora", "tessa")
 SWEEPS = {
     "batch": "sequences in the batch",
@@ -54,7 +56,7 @@ def read(results_dir: str | Path, table: str = "projection") -> pd.DataFrame:
     path = Path(results_dir) / FOLDER / f"{table}.parquet"
     if not path.is_file():
         raise UserError(f"no projection at {path}; make it with: python run.py experiment=projection")
-    return pd.read_parquet(path)
+    return pd.read_parquet(path).rename(columns=_FORMER)
 
 
 def claims(frame: pd.DataFrame, custom_all_reduce: bool = True) -> pd.DataFrame:
@@ -67,8 +69,8 @@ def claims(frame: pd.DataFrame, custom_all_reduce: bool = True) -> pd.DataFrame:
         for end in ("", "_low", "_high"):
             out[f"C1_{backend}_cost{end}"] = by[backend][f"adapter_cost{end}"]
     out["C2_parameter_share"] = by["punica"]["parameter_share"]
-    out["C4_slora_collectives"] = by["slora"]["collectives_per_step"]
-    out["C4_tessa_collectives"] = by["tessa"]["collectives_per_step"]
+    out["C4_slora_collectives"] = by["slora"]["adapter_collectives_per_step"]
+    out["C4_tessa_collectives"] = by["tessa"]["adapter_collectives_per_step"]
     for end in ("", "_low", "_high"):
         out[f"C6_tessa_over_slora{end}"] = by["tessa"][f"speedup_over_slora{end}"]
     return out.reset_index().assign(provenance="modelled")

@@ -37,8 +37,9 @@ STUDY_FILES = (".json", ".csv", ".parquet")
 def export(results: Path, out: Path) -> list[Path]:
     """Replaces the experiments in `out` that `results` has too by their small copies; returns the written files.
 
-    Other experiments in `out` stay. Raises UserError where `results` holds nothing, where a complete cell comes from
-    a tree with uncommitted changes or from no known commit, and where a name of this machine would be written.
+    Other experiments in `out` stay. Raises UserError where `results` holds nothing, where a complete cell or a study's
+    table comes from a tree with uncommitted changes or from no known commit, and where a name of this machine would be
+    written.
     """
     kept: dict[str, dict[Path, bytes]] = {}
     for summary in summaries(results):
@@ -52,6 +53,7 @@ def export(results: Path, out: Path) -> list[Path]:
         if summary["experiment"] in REPLAYED and records.is_file():
             files[place / "requests.parquet"] = _slim_requests(records)
     for folder in _studies(results, set(kept)):
+        _refuse_unclean_study(folder)
         files = {Path(folder.name) / f.name: _study_file(f) for f in _study_sources(folder)}
         kept[folder.name] = files
     if not kept:
@@ -72,12 +74,33 @@ def size(folder: Path) -> int:
 
 
 def _refuse_unclean(summary: dict[str, Any]) -> None:
-    git = summary["environment"]["git_start"]
-    if summary["status"] == "complete" and (git["sha"] is None or git["dirty"] is not False):
-        raise UserError(
-            f"{summary['folder']} was measured on a tree with uncommitted changes or without a commit, so it cannot be "
-            "a reference; commit, delete that folder and run the experiment again"
-        )
+    if summary["status"] == "complete" and not _clean(summary["environment"]["git_start"]):
+        raise _unclean(summary["folder"])
+
+
+def _clean(git: dict[str, Any]) -> bool:
+    return bool(git.get("sha")) and git.get("dirty") is False
+
+
+def _unclean(where: object) -> UserError:
+    return UserError(
+        f"{where} was made on a tree with uncommitted changes or without a commit, so it cannot be a reference; "
+        "commit, delete that folder and run the experiment again"
+    )
+
+
+def _refuse_unclean_study(folder: Path) -> None:
+    """A study says where its tables come from in their columns, in `environment.json`, or in both."""
+    said = []
+    for file in _study_sources(folder):
+        if file.name == "environment.json":
+            said.append(_clean(json.loads(file.read_text(encoding="utf-8")).get("git_start") or {}))
+        elif file.suffix in (".csv", ".parquet"):
+            table = pd.read_csv(file) if file.suffix == ".csv" else pd.read_parquet(file)
+            if {"git_sha", "git_dirty"} <= set(table.columns):
+                said.append(bool(table["git_sha"].notna().all() and table["git_dirty"].eq(False).all()))
+    if not said or not all(said):
+        raise _unclean(folder.name)
 
 
 def _summary_text(summary: dict[str, Any]) -> str:

@@ -297,7 +297,7 @@ def layer_step_rows() -> pd.DataFrame:
             "variant": variant, "model": "m", "phase": phase, "sweep": sweep, "status": "complete", **settings,
             "tokens": settings["sequences"], "device": "gpu", "machine": "gpu", "dtype": "bfloat16", "scale": 1,
             "measured_at": "2026-01-01", "adapter_cost_kernels": cost, "adapter_cost_kernels_low": cost - 0.01,
-            "adapter_cost_kernels_high": cost + 0.01,
+            "adapter_cost_kernels_high": cost + 0.01, "git_sha": CLEAN["sha"], "git_dirty": CLEAN["dirty"],
         }  # fmt: skip
 
     rows = []

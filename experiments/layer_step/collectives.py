@@ -37,8 +37,8 @@ class Collectives:
             "base_comm_s": layers * self._seconds(base, point.tp),
             "adapter_comm_s": layers * self._seconds(extra, point.tp),
             "comm_provenance": "modelled",
-            "collectives_per_step": layers * len(extra),
-            "collective_bytes_per_step": layers * sum(size for _, size in extra),
+            "adapter_collectives_per_step": layers * len(extra),
+            "adapter_collective_bytes_per_step": layers * sum(size for _, size in extra),
         }
 
     def _seconds(self, collectives: list[tuple[str, float]], tp: int) -> float:

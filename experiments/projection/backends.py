@@ -69,7 +69,8 @@ class AdapterWork:
     moved_bytes: float = 0.0
     flops: float = 0.0
     kernels: int = 0
-    weight_bytes: float = 0.0  # read of distinct adapters, this rank
+    read_bytes: float = 0.0  # of adapters' weights, this rank: the distinct ones', or all slots' where wide
+    one_bytes: float = 0.0  # parameters of one adapter, this rank
     collectives: list[tuple[str, float]] = field(default_factory=list)
     eager: bool = False
     mode: str = ""
@@ -79,7 +80,8 @@ class AdapterWork:
         self.moved_bytes += other.moved_bytes
         self.flops += other.flops
         self.kernels += other.kernels
-        self.weight_bytes += other.weight_bytes
+        self.read_bytes += other.read_bytes
+        self.one_bytes += other.one_bytes
         self.collectives += other.collectives
         self.eager = self.eager or other.eager
         self.mode = other.mode if not self.mode or self.mode == other.mode else "mixed"
@@ -92,7 +94,7 @@ def _grouped(
     moved = load.used * weights * BYTES + activations
     flops = 2 * load.padded_tokens * weights
     seconds = adapter_kernel_s(gpu, constants, moved, flops)
-    return AdapterWork(seconds, moved, flops, 1, load.used * weights * BYTES)
+    return AdapterWork(seconds, moved, flops, 1, load.used * weights * BYTES, weights * BYTES)
 
 
 def _lora_pair(
@@ -180,15 +182,17 @@ def _tessa_wide(
         extra = load.slots * max(widths)
         grown = matmul_s(gpu, load.tokens, base_out, base_in + extra)
         weights, routed = extra * base_out, base_in + extra
+        one = sum(w * p.rank_out for w, p in zip(widths, parts, strict=True))
     else:
         extra = load.slots * widths[0]
         grown = matmul_s(gpu, load.tokens, base_out + extra, base_in)
         weights, routed = extra * base_in, widths[0]
+        one = widths[0] * base_in
     route = max(c.small_s, float(elementwise_s(gpu, "add", load.tokens, routed)))
     seconds = float(grown - matmul_s(gpu, load.tokens, base_out, base_in)) + route
     moved = BYTES * (weights + 3 * load.tokens * routed)
-    work = AdapterWork(max(seconds, route), moved, 2 * load.tokens * weights, 1, BYTES * weights, mode="wide")
-    return work
+    flops = 2 * load.tokens * weights
+    return AdapterWork(max(seconds, route), moved, flops, 1, BYTES * weights, BYTES * one, mode="wide")
 
 
 def _tessa(
@@ -221,6 +225,7 @@ def _plain_lora(
                 load.used * 2 * each * weights,
                 load.used * 4,
                 load.used * BYTES * weights,
+                BYTES * weights,
                 eager=True,
             )
         )

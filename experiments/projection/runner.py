@@ -1,7 +1,8 @@
 """Computes the projection's grids and writes them as files that the analysis reads.
 
 Output folder: `projection.parquet` (one row per backend and point, with bands), `crossovers.parquet` (where TESSA
-stops being the fastest), `validation.json`, `assumptions.json`, and with reference data the two `validation_*.parquet`.
+stops being the fastest), `validation.json`, `assumptions.json`, `environment.json` (the code's commit), and with
+reference data the two `validation_*.parquet`.
 Every row has `provenance` = `modelled`.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments import provenance
 from experiments.projection.bands import COLLECTIVE_RATIO, LAYER_RATIO, cost_estimate, speedup_estimate
 from experiments.projection.bands import step_estimate as estimate
 from experiments.projection.hardware import ADAPTER_KERNELS, ADAPTER_KERNELS_FAST, ADAPTER_KERNELS_SLOW, HOST
@@ -24,7 +26,7 @@ from experiments.projection.step import Setting, StepTime, step_time, with_prefi
 from experiments.projection.validate import layer_op_errors, slora_errors, validation
 from tessa.errors import UserError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DEFAULT_BACKENDS = (
     "base", "base_enabled", "merged", "plain_lora", "punica", "slora", "bd_lora", "tessa",
 )  # fmt: skip
@@ -154,11 +156,11 @@ def row(backend: str, setting: Setting) -> dict[str, object]:
         "bound_s": time.bound_s,
         "bound_cost": 1 - 1 / (1 + time.bound_s / step_time("base", setting).total_s),
         "adapter_kernels_per_step": time.adapter_kernels,
-        "collectives_per_step": time.adapter_collectives,
-        "collective_bytes_per_step": time.adapter_collective_bytes,
-        "adapter_bytes_per_rank": time.adapter_bytes,
+        "adapter_collectives_per_step": time.adapter_collectives,
+        "adapter_collective_bytes_per_step": time.adapter_collective_bytes,
+        "adapter_read_bytes_per_step": time.adapter_read_bytes,
         "parameter_share": parameter_share(setting),
-        "rank_parameter_share": time.adapter_bytes / load.used / rank_weight_bytes(setting),
+        "rank_parameter_share": time.one_adapter_bytes / rank_weight_bytes(setting),
         **communication_share(time),
         "mode": time.mode,
     }
@@ -196,7 +198,7 @@ def run(
     reference_dir: str | Path | None = None,
 ) -> Path:
     """Writes the projection's files under `out_dir` and returns it. `cells`: see `validation`."""
-    out = Path(out_dir)
+    out, git = Path(out_dir), provenance.git_state()
     out.mkdir(parents=True, exist_ok=True)
     frame = project(spec)
     assumptions = {
@@ -218,7 +220,16 @@ def run(
         part = out / f"{name}.part"
         table.to_parquet(part, index=False)
         part.replace(out / name)
-    texts = {"assumptions.json": assumptions, "validation.json": validation(cells, reference_dir)}
+    environment = {
+        "git_submit": provenance.submit_state(),
+        "git_start": git,
+        "packages": provenance.package_versions(),
+    }
+    texts = {
+        "assumptions.json": assumptions,
+        "environment.json": environment,
+        "validation.json": validation(cells, reference_dir),
+    }
     for name, data in texts.items():
         part = out / f"{name}.part"
         part.write_text(json.dumps(data, indent=2) + "\n")

@@ -65,7 +65,8 @@ class StepTime:
     adapter_kernels: int
     adapter_collectives: int
     adapter_collective_bytes: float
-    adapter_bytes: float
+    adapter_read_bytes: float
+    one_adapter_bytes: float
     bound_s: float
     mode: str
 
@@ -151,7 +152,8 @@ def step_time(
         shape.layers * work.kernels,
         shape.layers * len(work.collectives),
         shape.layers * sum(size for _, size in work.collectives),
-        shape.layers * work.weight_bytes,
+        shape.layers * work.read_bytes,
+        shape.layers * work.one_bytes,
         shape.layers * bound_s(gpu, shape, setting.tp, load),
         work.mode,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from analysis import projection
+from experiments import provenance
 from experiments.projection.runner import ProjectionSpec, run
 from tessa.errors import UserError
 
@@ -27,6 +29,20 @@ def test_claims_table_has_a_row_per_tp_with_bands(results: Path) -> None:
     assert (table.C6_tessa_over_slora_low <= table.C6_tessa_over_slora).all()
     assert table.C1_slora_cost.is_monotonic_increasing
     assert set(table.provenance) == {"modelled"}
+
+
+def test_a_projection_names_its_commit(results: Path) -> None:
+    said = json.loads((results / "projection" / "environment.json").read_text())
+    assert said["git_start"] == provenance.git_state()
+    assert "pandas" in said["packages"]
+
+
+def test_a_table_of_before_is_read(results: Path, tmp_path: Path) -> None:
+    now = projection.read(results)
+    former = {new: old for old, new in projection._FORMER.items()}
+    (tmp_path / "projection").mkdir()
+    now.rename(columns=former).to_parquet(tmp_path / "projection" / "projection.parquet")
+    assert projection.claims(projection.read(tmp_path)).equals(projection.claims(now))
 
 
 def test_draw_writes_png_pdf_and_the_table(results: Path, tmp_path: Path) -> None:

@@ -105,6 +105,36 @@ def test_numbers_of_a_dirty_tree_are_refused(results: Path, tmp_path: Path, git:
     assert not (tmp_path / "ref").exists()
 
 
+@pytest.mark.parametrize("change", [{"git_dirty": True}, {"git_sha": None}, {"git_dirty": None}])
+def test_a_table_with_a_row_of_a_dirty_tree_is_refused(
+    results: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    file = results / "layer_step" / "rows.csv"
+    rows = pd.read_csv(file)
+    last = rows.iloc[-1:].assign(**change)
+    pd.concat([rows.iloc[:-1], last]).to_csv(file, index=False)
+    with pytest.raises(UserError, match="layer_step was made on a tree"):
+        reference.export(results, tmp_path / "ref")
+    assert not (tmp_path / "ref").exists()
+
+
+def test_a_study_must_say_where_it_comes_from(results: Path, tmp_path: Path) -> None:
+    folder = results / "projection"
+    folder.mkdir()
+    pd.DataFrame({"x": [1.0]}).to_parquet(folder / "projection.parquet")
+    with pytest.raises(UserError, match="projection was made on a tree"):
+        reference.export(results, tmp_path / "ref")
+    said = folder / "environment.json"
+    said.write_text(json.dumps({"git_start": analysis_store.DIRTY}))
+    with pytest.raises(UserError, match="projection was made on a tree"):
+        reference.export(results, tmp_path / "ref")
+    said.write_text(json.dumps({"git_start": analysis_store.CLEAN}))
+    reference.export(results, tmp_path / "ref")
+    assert json.loads((tmp_path / "ref" / "projection" / "environment.json").read_text())["git_start"] == (
+        analysis_store.CLEAN
+    )
+
+
 def test_a_second_export_replaces_its_experiments_and_leaves_the_others(
     results: Path, tmp_path: Path
 ) -> None:

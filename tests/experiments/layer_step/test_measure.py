@@ -56,7 +56,8 @@ def test_every_backend_has_a_complete_row(rows: dict[str, pd.DataFrame], phase: 
 
 def test_collectives_are_added_from_the_model_and_shown_apart(rows: dict[str, pd.DataFrame]) -> None:
     frame = rows["decode"]
-    assert dict(frame.collectives_per_step[frame.collectives_per_step > 0]) == {"slora": 4 * 32}
+    extra = frame.adapter_collectives_per_step
+    assert dict(extra[extra > 0]) == {"slora": 4 * 32}
     total = frame.kernels_s + frame.base_comm_s + frame.adapter_comm_s
     assert frame.step_s.to_list() == pytest.approx(total.to_list())
     reduce = collective_s(gpu_named("h100"), 2, "all_reduce", 4 * 6 * 128)
@@ -73,7 +74,7 @@ def test_without_known_links_a_step_over_ranks_has_no_time_but_its_kernels_have(
     assert frame.step_s.isna().all()
     assert (frame.kernels_s > 0).all()
     assert math.isfinite(frame.adapter_cost_kernels["slora"])
-    assert frame.collective_bytes_per_step["slora"] > 0
+    assert frame.adapter_collective_bytes_per_step["slora"] > 0
 
 
 def test_adapter_bytes_follow_the_structure(rows: dict[str, pd.DataFrame]) -> None:

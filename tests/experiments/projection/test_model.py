@@ -11,6 +11,7 @@ from experiments.projection.backends import AdapterLoad, bound_s, layer_work
 from experiments.projection.collectives import all_gather_s, all_reduce_s
 from experiments.projection.hardware import GPUS, gpu_named
 from experiments.projection.ops import elementwise_s, matmul_bytes, matmul_s
+from experiments.projection.runner import row
 from experiments.projection.shapes import ATTENTION, fused_linears, model_shape
 from experiments.projection.step import Setting, adapter_cost, step_time, with_prefill_share
 from tessa.errors import UserError
@@ -95,7 +96,7 @@ def test_matched_budget_and_what_does_not_shrink_with_tp() -> None:
     load = AdapterLoad(tokens=32, distinct=8, rank=16)
 
     def read(backend: str, tp: int) -> float:
-        return layer_work(backend, gpu, shape, tp, load).weight_bytes
+        return layer_work(backend, gpu, shape, tp, load).read_bytes
 
     parts = [p for f in fused_linears(shape, 1) for p in f.parts]
     budget = 2 * 8 * sum(16 * (p.d_in + p.d_out) for p in parts)
@@ -105,6 +106,18 @@ def test_matched_budget_and_what_does_not_shrink_with_tp() -> None:
         assert read(backend, 8) == pytest.approx(budget / 8, rel=0.01)
     assert read("punica", 8) > 3 * budget / 8
     assert bound_s(gpu, shape, 8, load) == pytest.approx(budget / 8 / gpu.memory_bandwidth)
+
+
+def test_wide_reads_every_slot_and_one_adapter_stays_as_large() -> None:
+    few, idle = replace(SETTING, distinct=4), replace(SETTING, distinct=4, resident=64)
+    read = {s.resident: step_time("tessa_wide", s).adapter_read_bytes for s in (few, idle)}
+    assert read[64] == pytest.approx(16 * read[None])
+    first, *others = (
+        step_time(b, s).one_adapter_bytes for b in ("tessa_wide", "tessa_segmented") for s in (few, idle)
+    )
+    assert others == pytest.approx([first] * 3)
+    share = row("tessa_wide", idle)
+    assert share["rank_parameter_share"] == pytest.approx(share["parameter_share"], rel=0.01)
 
 
 def test_adapters_cost_something_and_no_structure_beats_the_bound() -> None:
