@@ -38,6 +38,12 @@ def commands(file: Path) -> list[Command]:
     return list(found.values())
 
 
+def serve_command(file: Path) -> str:
+    """The file's one `vllm serve` command, which tests/test_readme_snippets.py runs on a real engine."""
+    (found,) = [command.text for command in commands(file) if command.text.startswith("vllm serve ")]
+    return found
+
+
 def _lines(block: str) -> list[str]:
     """Commands of a block: continued lines joined, comments cut off, `a && b` taken apart."""
     found = []

@@ -87,9 +87,7 @@ def test_the_training_snippet_saves_a_tessa_adapter(trained: Path, model: Path) 
 @pytest.fixture(scope="module")
 def url(trained: Path, model: Path) -> Iterator[str]:
     """The README's command, run where the adapter was saved, with arguments that only make it small and local."""
-    (command,) = [
-        c.text for c in readme_text.commands(REPO / "README.md") if c.text.startswith("vllm serve ")
-    ]
+    command = readme_text.serve_command(REPO / "README.md")
     assert "path/to/model" in command
     assert "=my-adapter" in command
     port = claim_port(0)

@@ -265,33 +265,6 @@ def test_a_second_signal_while_stopping_leaves_no_engine(fleet, tiny_run):
     assert not fleet.alive
 
 
-def test_wrong_lengths_make_the_cell_invalid_without_speed(fleet, tiny_run, tmp_path, monkeypatch):
-    class Short(type(fleet(type("G", (), {"backend": "tessa"}), tmp_path / "x.log"))):
-        def run(self, path: Path, options: dict[str, Any]) -> dict[str, Any]:
-            result = super().run(path, options)
-            if self.backend == "tessa":
-                for record in result["records"]:
-                    record.status, record.error = "wrong_length", "1 token short"
-            return result
-
-    assert cli.execute(tiny_run(), factory=lambda g, log: Short(fleet, g.backend, log)) == 1
-    row = frame_of(tmp_path).query("backend == 'tessa'").iloc[0]
-    assert row["status"] in ("invalid", "failed")
-    assert pd.isna(row["output_tokens_per_s"])
-
-
-def test_missing_records_make_the_cell_invalid(fleet, tiny_run, tmp_path):
-    class Lossy(type(fleet(type("G", (), {"backend": "tessa"}), tmp_path / "x.log"))):
-        def run(self, path: Path, options: dict[str, Any]) -> dict[str, Any]:
-            result = super().run(path, options)
-            return {**result, "records": result["records"][:-1]} if self.backend == "tessa" else result
-
-    assert cli.execute(tiny_run(), factory=lambda g, log: Lossy(fleet, g.backend, log)) == 1
-    row = frame_of(tmp_path).query("backend == 'tessa'").iloc[0]
-    assert row["status"] == "invalid"
-    assert "5 records for 6 requests" in row["reason"]
-
-
 def test_cells_of_a_live_run_are_left_to_it(fleet, tiny_run, tmp_path, capsys):
     cli.execute(tiny_run("backends=[base]"), factory=fleet)
     other = cli.Store(tmp_path / "results", "tp_scaling")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -94,10 +92,28 @@ def test_a_failing_collective_does_not_silence_the_next(parts):
     assert len(waits) == added.collectives == 2
 
 
-def test_the_wait_lasts_as_long_as_asked():
-    began = time.perf_counter()
-    latency.wait_for(torch.ones(1), 2e-3)
-    assert time.perf_counter() - began >= 2e-3
+class Clock:
+    """Time that passes by sleeping, and by a microsecond with every look at the clock."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 0.0, []
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds + 100e-6  # a thread wakes up late
+
+
+@pytest.mark.parametrize("asked", [0.0, 50e-6, 2e-3])
+def test_the_wait_lasts_as_long_as_asked_and_ends_busily(monkeypatch, asked):
+    clock = Clock()
+    monkeypatch.setattr(latency, "time", clock)
+    latency.wait_for(torch.ones(1), asked)
+    assert asked <= clock.now <= asked + 5e-6
+    assert clock.slept == ([pytest.approx(asked - latency.BUSY_S)] if asked > latency.BUSY_S else [])
 
 
 def test_captured_graphs_are_refused():
