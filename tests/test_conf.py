@@ -251,14 +251,24 @@ def test_run_py_prints_one_line_and_exits_with_2(arguments, message):
 
 
 def test_the_parent_imports_no_engine(tmp_path):
-    code = (
-        "import sys, run; sys.argv = ['run.py', 'experiment=tp_scaling', 'model=tiny', 'dry_run=true',"
-        f" 'paths.results={tmp_path}/r'];"
-        "assert run.main() == 0; import analysis.figures, analysis.tables, experiments.engine.parent;"
-        "print([m for m in ('torch', 'vllm', 'transformers', 'peft') if m in sys.modules])"
-    )
+    overrides = ["experiment=tp_scaling", "model=tiny", "dry_run=true", f"paths.results={tmp_path}/r"]
+    code = f"""
+import sys
+def loaded(*names): print("loaded:", *(name for name in names if name in sys.modules))
+from experiments.models import load_named
+load_named("small")
+loaded("numpy", "torch", "transformers", "vllm")
+import run
+sys.argv = ["run.py", *{overrides}]
+assert run.main() == 0
+import analysis.figures, analysis.tables, experiments.engine.parent
+import experiments.quality.pool, experiments.quality.study, experiments.studies
+loaded("torch", "transformers", "vllm", "peft", "lm_eval")
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONF.parent)
-    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("loaded:")]
+    assert said == ["loaded:", "loaded:"]
 
 
 def test_a_multirun_has_the_worst_status_of_its_jobs(tmp_path):

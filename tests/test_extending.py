@@ -1,6 +1,6 @@
 """A backend, a workload and an experiment of one's own: what they touch is counted, and each is run.
 
-Each is written into a copy of the tree as a user would write it into theirs.
+They are written into a copy of the tree as a user would write them into theirs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from experiments.backends import resolve
+from experiments.config import BackendConfig
+from tessa.errors import UserError
 
 TREE = ("analysis", "baselines", "conf", "experiments", "hydra_plugins", "tessa")
 
@@ -77,71 +82,68 @@ def add_experiment(root: Path) -> None:
     (root / "conf" / "experiment" / "toy_study.yaml").write_text(EXPERIMENT)
 
 
-@pytest.fixture
-def copy(repo_root: Path, tmp_path: Path) -> Path:
-    root = tmp_path / "tree"
+@dataclass(frozen=True)
+class Extended:
+    """A copy of the tree with all three; touched: the files that each of them changed or added."""
+
+    root: Path
+    touched: dict[str, list[str]]
+
+    def dry_run(self, *overrides: str) -> subprocess.CompletedProcess[str]:
+        """run.py of the copy, whose packages come before the installed project's."""
+        return subprocess.run(
+            [sys.executable, "run.py", "model=tiny", "dry_run=true", *overrides],
+            cwd=self.root,
+            env={**os.environ, "PYTHONPATH": str(self.root)},
+            capture_output=True,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def extended(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Extended:
+    root, touched = tmp_path_factory.mktemp("tree"), {}
     for name in TREE:
         shutil.copytree(repo_root / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(repo_root / "run.py", root)
-    return root
-
-
-def python(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """This Python in the copy, which comes before the installed project."""
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    return subprocess.run([sys.executable, *arguments], cwd=root, env=env, capture_output=True, text=True)
-
-
-def test_each_touches_few_files(copy: Path) -> None:
-    touched = {}
     for add in (add_backend, add_workload, add_experiment):
-        before = contents(copy)
-        add(copy)
-        after = contents(copy)
+        before = contents(root)
+        add(root)
+        after = contents(root)
         touched[add.__name__] = sorted(name for name in after if before.get(name) != after[name])
         assert set(before) <= set(after)
-    assert touched == {
+    return Extended(root, touched)
+
+
+def test_each_touches_few_files(extended: Extended) -> None:
+    assert extended.touched == {
         "add_backend": ["baselines/__init__.py", "baselines/toy.py", "conf/backend/toy.yaml"],
         "add_workload": ["conf/workload/toy.yaml"],
         "add_experiment": ["conf/experiment/toy_study.yaml"],
     }
 
 
-def test_all_three_make_a_plan(copy: Path) -> None:
-    for add in (add_backend, add_workload, add_experiment):
-        add(copy)
-    done = python(copy, "run.py", "experiment=toy_study", "model=tiny", "dry_run=true")
+def test_all_three_make_a_plan(extended: Extended) -> None:
+    done = extended.dry_run("experiment=toy_study")
     assert done.returncode == 0, done.stderr
     assert "toy_study: 6 cells, 6 to run" in done.stdout
     lines = done.stdout.splitlines()
     assert sum("toy:speed=fast tp=1" in line for line in lines) == 2
     assert sum("rate=2/s" in line for line in lines) == 3
     assert all("zipf(s=1.2)" in line for line in lines if line.startswith("  missing"))
-    alone = python(
-        copy, "run.py", "experiment=tp_scaling", "backends=[base,toy]", "model=tiny", "dry_run=true"
-    )
-    assert "tp_scaling: 2 cells, 2 to run" in alone.stdout
 
 
-def test_its_options_and_name_are_checked_like_all_others(copy: Path) -> None:
-    add_backend(copy)
-    wrong = python(
-        copy, "run.py", "experiment=tp_scaling", "model=tiny", "backends=['toy:speed=fsat']", "dry_run=true"
-    )
+@pytest.mark.parametrize(
+    ("backend", "said"), [("toy:speed=fsat", "did you mean 'fast'?"), ("toi", "did you mean 'toy'?")]
+)
+def test_its_options_and_name_are_checked_like_all_others(
+    extended: Extended, backend: str, said: str
+) -> None:
+    wrong = extended.dry_run("experiment=tp_scaling", f"backends=['{backend}']")
     assert wrong.returncode == 2
-    assert "did you mean 'fast'?" in wrong.stderr
-    without = (copy / "baselines" / "__init__.py").read_text().replace(LINE, "")
-    (copy / "baselines" / "__init__.py").write_text(without)
-    unknown = python(copy, "run.py", "experiment=tp_scaling", "model=tiny", "backends=[toy]", "dry_run=true")
-    assert unknown.returncode == 2
-    assert "toy" in unknown.stderr
+    assert said in wrong.stderr
 
 
-def test_a_new_backend_can_be_drawn(copy: Path) -> None:
-    add_backend(copy)
-    code = (
-        "from analysis import style; from baselines import get_backend;"
-        "assert get_backend('toy').title == 'Toy'; assert style.colour('toy:fast') in style.SPARE_COLOURS;"
-        "assert style.name('toy') == 'toy'"
-    )
-    assert python(copy, "-c", code).returncode == 0
+def test_a_backend_without_its_line_in_the_registry_is_not_known() -> None:
+    with pytest.raises(UserError, match="backend=toy is not known"):
+        resolve(BackendConfig(name="toy"), "cpu")

@@ -1,4 +1,4 @@
-"""LoRA kernels in Triton's interpreter; `test_lora_kernels.py` runs this file in a process of its own."""
+"""LoRA kernels in Triton's interpreter; tests/test_triton_interpreter.py runs this file."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """run.py as another process, with `fault_engines`; what it starts is ended with the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*overrides: str, script: dict[str, str] | None = None, mode: str = "") -> subprocess.Popen[str]:
+    def start(*overrides: str, script: dict[str, str] | None = None) -> subprocess.Popen[str]:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
@@ -218,8 +218,8 @@ def elsewhere(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             "MPLCONFIGDIR": str(tmp_path / "matplotlib"),
         }
         command = [
-            *(sys.executable, str(REPO / "run.py"), *([mode] if mode else [])),
-            *("experiment=tp_scaling", "model=tiny", "measure=smoke", "allow_sha_change=true"),
+            *(sys.executable, str(REPO / "run.py"), "experiment=tp_scaling", "model=tiny", "measure=smoke"),
+            "allow_sha_change=true",
             *(f"paths.results={tmp_path}/results", f"paths.cache={tmp_path}/cache", *overrides),
         ]
         process = subprocess.Popen(
@@ -254,7 +254,7 @@ def until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_run_that_ends_in_the_middle_leaves_nothing_and_the_next_does_the_rest(
-    elsewhere, prepared, tmp_path, number
+    elsewhere, prepared, tiny_run, tmp_path, capsys, number
 ):
     results = tmp_path / "results"
     first = elsewhere(*ONE_BY_ONE, script={"run": "hang"})
@@ -273,8 +273,8 @@ def test_a_run_that_ends_in_the_middle_leaves_nothing_and_the_next_does_the_rest
         time.sleep(0.05)
     assert not [name for name in held if Path("/dev/shm", name).exists()]
 
-    status = elsewhere(*ONE_BY_ONE, mode="status").communicate(timeout=PATIENCE_S)[0]
-    assert "total: 1 complete, 1 missing" in status, status
+    assert cli.execute(tiny_run(*ONE_BY_ONE), mode="status") == 0
+    assert "total: 1 complete, 1 missing" in capsys.readouterr().out
     before = {file: file.read_bytes() for file in results.glob("tp_scaling/base-*/summary.json")}
     second = elsewhere(*ONE_BY_ONE)
     output = second.communicate(timeout=PATIENCE_S)[0]
@@ -284,8 +284,8 @@ def test_a_run_that_ends_in_the_middle_leaves_nothing_and_the_next_does_the_rest
     assert not [folder for folder in folders if folder.exists()], "sockets of the first run are left"
     experiment = results / "tp_scaling"
     assert {e.name.split("-")[0] for e in experiment.iterdir() if e.name != ".claims"} == {"base", "tessa"}
-    status = elsewhere(*ONE_BY_ONE, mode="status").communicate(timeout=PATIENCE_S)[0]
-    assert "total: 2 complete" in status
+    assert cli.execute(tiny_run(*ONE_BY_ONE), mode="status") == 0
+    assert "total: 2 complete" in capsys.readouterr().out
 
 
 def test_two_runs_at_once_share_the_cells(elsewhere, prepared, tmp_path):

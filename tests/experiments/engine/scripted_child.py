@@ -35,7 +35,7 @@ def main() -> int:
                 orphan = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
                 Path(script["orphan_pid"]).write_text(str(orphan.pid))
                 os.kill(os.getpid(), signal.SIGKILL)
-            if behaviour == "slow":  # longer than the time-out in all, with a sign of life in between
+            if behaviour == "slow":
                 for _ in range(3):
                     print(json.dumps({"alive": True}), file=answers, flush=True)
             if behaviour == "garbage":

@@ -1,4 +1,4 @@
-"""What a GPU would run, on Triton's interpreter; `test_gpu_path.py` runs this file in a process of its own."""
+"""What a GPU would run, on Triton's interpreter; tests/test_triton_interpreter.py runs this file."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 
 import pytest
 from quality_scripted import Scripted
@@ -103,7 +101,7 @@ def test_a_broken_training_is_a_row_and_is_retried(tmp_path, broken, status, sai
     frame = load(tmp_path)
     bad = frame[frame["status"] == status]
     assert len(bad.drop_duplicates("cell")) == 4
-    assert bad["value"].isna().all() if "value" in bad else True
+    assert bad["value"].isna().all()
     worker, outcome, _ = run(tmp_path, only="failed")
     assert {c.trial.seed for c in worker.asked} == {1}
     assert len(quality.rows(load(tmp_path))) == 2 * (1 + 4 * 3)
@@ -140,11 +138,3 @@ def test_status_counts_what_is_not_known_yet(tmp_path):
         f"total: {PER_RUN} complete"
         in studies.status_lines(studies.Study("quality", SPEC, tmp_path, "cpu"))[-2]
     )
-
-
-def test_the_parent_imports_no_torch():
-    code = (
-        "import sys, experiments.quality.study, experiments.quality.pool, experiments.studies;"
-        "sys.exit(bool({'torch', 'transformers', 'peft', 'lm_eval', 'vllm'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

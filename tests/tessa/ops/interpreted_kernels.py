@@ -1,4 +1,4 @@
-"""Tests of the Triton kernels in Triton's interpreter; `test_triton_kernels.py` runs this file.
+"""Tests of the Triton kernels in Triton's interpreter; tests/test_triton_interpreter.py runs this file.
 
 Not collected by its name: the interpreter has to be chosen before triton is imported, which takes a process
 of its own.

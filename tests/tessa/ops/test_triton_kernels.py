@@ -1,4 +1,5 @@
-"""The Triton kernels: interpreted on the CPU, compiled for GPUs without one, run where there is one."""
+"""The Triton kernels: compiled for GPUs without one, run where there is one (tests/test_triton_interpreter.py
+interprets them)."""
 
 from __future__ import annotations
 
@@ -7,16 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests_support import check_in_interpreter
 
 pytest.importorskip("triton")
 
-INTERPRETED = Path(__file__).with_name("interpreted_kernels.py")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def test_kernels_in_the_interpreter(repo_root: Path) -> None:
-    check_in_interpreter(INTERPRETED, repo_root)
 
 
 @pytest.mark.skipif(
