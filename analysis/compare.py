@@ -142,7 +142,7 @@ def as_text(found: Comparison, threshold: float = THRESHOLD) -> str:
             f"{row.a:>11.4g}{row.b:>11.4g}  {row.ratio:>6.3f} {interval:<16} {row.mark}".rstrip()
         )
     lines += [f"no result any more: {text}" for text in found.lost]
-    lines += [f"not in both: {text}" for text in found.changed]
+    lines += [f"no comparison: {text}" for text in found.changed]
     marked = len(found.regressions)
     lines.append(f"{len(found.rows)} comparisons, {marked} worse, {len(found.lost)} cells lost")
     lines.append(RULE.format(threshold=threshold))

@@ -128,6 +128,7 @@ def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
         "trace": trace_name(config) or labels.get("trace"),
         **shares(config),
         "machine": machine(summary["environment"]),
+        "cores": (summary["environment"].get("hardware") or {}).get("cores"),
         "engine": _engine(summary["environment"].get("packages") or {}),
         "gate": _gate(summary.get("gate")),
         "status": summary["status"],
@@ -194,4 +195,5 @@ def _engine(packages: dict[str, str]) -> str | None:
 
 def _gate(gate: dict[str, Any] | None) -> str | None:
     """`passed`, `failed`, or None where the outputs were not checked."""
-    return None if not gate or "passed" not in gate else ("passed" if gate["passed"] else "failed")
+    passed = (gate or {}).get("passed")
+    return None if passed is None else ("passed" if passed else "failed")

@@ -99,24 +99,26 @@ class Point:
     inside: bool | None = None
     matched: bool = True
     provenance: str = "measured"
+    setting: str = ""
 
 
 def points(table: pd.DataFrame) -> Iterator[Point]:
     """Every structure, budget and task, in a fixed order. Give it `with_mean(rows(frame))`."""
-    for (experiment, _), part in table.groupby(["experiment", "setting"], sort=False):
+    for (experiment, setting), part in table.groupby(["experiment", "setting"], sort=False):
         for task in dict.fromkeys(part["task"]):
             mine = part[part["task"] == task]
             for kind in in_order(mine["structure"]):
                 for budget, own in mine[mine["structure"] == kind].groupby("rank_equivalent", dropna=False):
-                    yield _point(str(experiment), str(task), kind, budget, own, mine)
+                    yield _point((str(experiment), str(setting)), str(task), kind, budget, own, mine)
 
 
 def _point(
-    experiment: str, task: str, kind: str, budget: float, own: pd.DataFrame, all_: pd.DataFrame
+    study: tuple[str, str], task: str, kind: str, budget: float, own: pd.DataFrame, all_: pd.DataFrame
 ) -> Point:
     first = own.iloc[0]
     point = Point(
-        experiment=experiment,
+        experiment=study[0],
+        setting=study[1],
         task=task,
         structure=kind,
         rank_equivalent=None if pd.isna(budget) else float(budget),
@@ -154,12 +156,13 @@ def by_seed(table: pd.DataFrame) -> pd.Series:
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """One formatted row per structure and budget: parameters, rate, score per task, mean, difference to LoRA."""
     found = list(points(with_mean(rows(frame))))
-    out: dict[tuple[str, str, float | None], dict[str, str]] = {}
+    out: dict[tuple[str, str, str, float | None], dict[str, str]] = {}
     for point in found:
         row = out.setdefault(
-            (point.experiment, point.structure, point.rank_equivalent),
+            (point.experiment, point.setting, point.structure, point.rank_equivalent),
             {
                 "experiment": point.experiment,
+                "setting": point.setting,
                 "structure": name(point.structure),
                 "r": "-" if point.rank_equivalent is None else f"{point.rank_equivalent:g}",
                 "params": f"{point.params:,.0f}",
@@ -195,13 +198,13 @@ def render(frame: pd.DataFrame, width: int = 110) -> str:
     if formatted.empty:
         return "no scored trainings"
     blocks = []
-    for experiment, part in formatted.groupby("experiment", sort=False):
+    for (experiment, setting), part in formatted.groupby(["experiment", "setting"], sort=False):
         mine = rows(frame)
-        mine = mine[mine["experiment"] == experiment]
+        mine = mine[(mine["experiment"] == experiment) & (mine["setting"] == setting)]
         head = (
             f"{experiment}: model {mine['model'].iloc[0]} {mine['dtype'].iloc[0]} on {mine['device'].iloc[0]}"
         )
-        blocks += [head, part.drop(columns="experiment").to_string(index=False)]
+        blocks += [head, part.drop(columns=["experiment", "setting"]).to_string(index=False)]
         for line in expected(str(mine["protocol"].iloc[0])):
             blocks.append(f"published: {line}")
     failed = frame[frame["method"].notna() & (frame["status"] != "complete")].drop_duplicates("cell")

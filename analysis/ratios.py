@@ -13,14 +13,14 @@ from experiments.measure import stats
 
 @dataclass(frozen=True)
 class Ratio:
-    """interval: geometric mean and 95 % interval of the ratio; NaN where no round has both. paired: whether both
+    """interval: geometric mean and interval of the ratio; NaN where no round has both. paired: whether both
     ran in the same session, round by round; else the rounds were paired by their number alone."""
 
     interval: stats.Interval
     paired: bool
 
 
-def within_rounds(part: pd.DataFrame, column: str, above: str, below: str) -> Ratio:
+def within_rounds(part: pd.DataFrame, column: str, above: str, below: str, level: float = 0.95) -> Ratio:
     """`column` of variant `above` over that of `below` in one setting and TP degree, complete rounds only."""
     rows = {v: _complete(part[part["variant"] == v], column) for v in (above, below)}
     for keys, paired in ((["repeat", "session"], True), (["repeat"], False)):
@@ -29,7 +29,7 @@ def within_rounds(part: pd.DataFrame, column: str, above: str, below: str) -> Ra
         both = rows[above].merge(rows[below], on=keys, suffixes=("_above", "_below"))
         if len(both):
             own, other = both[f"{column}_above"].astype(float), both[f"{column}_below"].astype(float)
-            return Ratio(stats.ratio_interval(own.to_numpy(), other.to_numpy()), paired)
+            return Ratio(stats.ratio_interval(own.to_numpy(), other.to_numpy(), level), paired)
     return Ratio(stats.Interval(np.nan, np.nan, np.nan, 0, "t of log ratio"), False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -66,15 +66,26 @@ def settings(frame: pd.DataFrame) -> list[pd.DataFrame]:
     return sorted(parts, key=order)
 
 
-def interval(part: pd.DataFrame, column: str) -> stats.Interval:
-    """Centre and 95 % interval over the complete rounds; adapter cost from ratios within rounds."""
+def interval(part: pd.DataFrame, column: str, level: float = 0.95) -> stats.Interval:
+    """Centre and interval over the complete rounds; adapter cost from ratios within rounds.
+
+    A cost against base's rounds of another session has no pairs, and so no interval.
+    """
     good = part[part["status"] == "complete"]
     values = good[column].astype(float).to_numpy() if column in good else np.empty(0)
     if column != "adapter_cost":
-        return stats.t_interval(values)
+        return stats.t_interval(values, level)
     known = values[~np.isnan(values)]
     # 1 - cost is the ratio to base in that round, which is what the interval is taken of.
-    return stats.adapter_cost(1.0 - known, np.ones_like(known))
+    found = stats.adapter_cost(1.0 - known, np.ones_like(known), level)
+    return found if paired(good) else replace(found, low=np.nan, high=np.nan)
+
+
+def paired(part: pd.DataFrame) -> bool:
+    """Whether every adapter cost was formed with base's throughput in the same round."""
+    if "adapter_cost_basis" not in part:
+        return True
+    return bool((part.loc[part["adapter_cost"].notna(), "adapter_cost_basis"] == "same_round").all())
 
 
 def end_table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -102,6 +113,8 @@ def _cell(part: pd.DataFrame, column: Column) -> str:
     if not np.isfinite(found.centre):
         return "-"
     text = column.write(found.centre)
+    if column.source == "adapter_cost" and not paired(part[part["status"] == "complete"]):
+        return f"{text} ‡"
     if column.interval and np.isfinite(found.low):
         text += f" ±{column.write((found.high - found.low) / 2)}"
     return text
@@ -187,6 +200,7 @@ def definitions() -> str:
     lines = [
         f"{heads[m.name].split()[0] if m.distribution else heads[m.name]} = {m.definition}" for m in seen
     ]
+    lines.append("‡ = base was measured in another session, so the cost has no interval")
     lines.append(
         "± is half the 95 % t interval over the rounds; latencies are means over rounds of the percentile"
     )

@@ -167,7 +167,8 @@ def expand(
                 "workload": {"hash": workload.hash, "spec": workload.meta["spec"]},
                 "measure": measure_identity(one),
             }
-            cell = Cell(config.name, identity, labels(identity), canonical_hash(identity))
+            named = {**labels(identity), "measure": config.measure.name}
+            cell = Cell(config.name, identity, named, canonical_hash(identity))
             if cell.hash in seen:
                 continue
             seen.add(cell.hash)

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from analysis.claims import evidence, quality
@@ -25,12 +26,12 @@ def gather(frame: pd.DataFrame, results: Path) -> dict[str, list[Evidence]]:
     if "wrong_by_design" in serving:
         serving = serving[~serving["wrong_by_design"].fillna(False).astype(bool)]
     found = {
-        "C1": evidence.lora_cost(_scaling_first(_full_load(serving))),
-        "C2": evidence.lora_shares(_scaling_first(serving)),
+        "C1": evidence.lora_cost(_scaling_first(_timed(serving))),
+        "C2": evidence.lora_shares(_scaling_first(_no_smoke(serving))),
         "C3": evidence.own_products(serving),
         "C4": evidence.own_collectives(serving),
-        "C5": quality.differences(quality_rows(frame)),
-        "C6": evidence.tessa_over_slora(_full_load(serving)),
+        "C5": quality.differences(quality_rows(_no_smoke(frame))),
+        "C6": evidence.tessa_over_slora(_timed(serving)),
     }
     for more in (evidence.from_layer_step(results), evidence.from_projection(results)):
         for claim, entries in more.items():
@@ -60,7 +61,7 @@ def _judged(claim: Claim, found: list[Evidence]) -> dict[str, Any]:
     if not same:
         rest = {"interval": None, "provenance": None, "setting": None, "verdict": NOT_TESTED, "note": ""}
         return {**row, **rest, "rule": claim.rule, "evidence": []}
-    chosen = max(same, key=lambda e: e.value) if claim.greatest else _average(same)
+    chosen = max(same, key=lambda e: (e.above, e.value)) if claim.greatest else _average(same)
     interval = [_number(chosen.low), _number(chosen.high)] if math.isfinite(chosen.low) else None
     return {
         **row,
@@ -85,7 +86,7 @@ def _strongest(found: list[Evidence]) -> list[Evidence]:
 
 def _average(same: list[Evidence]) -> Evidence:
     """The entry nearest the middle of all, so that its interval and setting are those of one real comparison."""
-    middle = sorted(e.value for e in same)[len(same) // 2]
+    middle = sorted(e.value for e in same)[(len(same) - 1) // 2]
     return min(same, key=lambda e: abs(e.value - middle))
 
 
@@ -107,10 +108,20 @@ def _note(claim: Claim, e: Evidence, same: list[Evidence]) -> str:
     return ", ".join([*words, e.note] if e.note else words)
 
 
-def _full_load(frame: pd.DataFrame) -> pd.DataFrame:
-    """Cells whose throughput is the engine's: timed arrivals and added latencies set it themselves."""
-    timed = ~frame["arrivals"].isin(["all_at_once", "closed_loop"]) if "arrivals" in frame else False
-    return frame[~(timed | (frame["experiment"] == "interconnect"))]
+def _timed(frame: pd.DataFrame) -> pd.DataFrame:
+    """Cells whose throughput is the engine's and says something: timed arrivals and added latencies set it themselves,
+    smoke runs are too short, and ranks without a core of their own wait for the processor."""
+    frame = _no_smoke(frame)
+    out = frame["experiment"] == "interconnect"
+    if "arrivals" in frame:
+        out |= ~frame["arrivals"].isin(["all_at_once", "closed_loop"])
+    if "cores" in frame:
+        out |= (frame["device"] == "cpu") & (frame["tp"] > frame["cores"].fillna(np.inf)).fillna(False)
+    return frame[~out]
+
+
+def _no_smoke(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[frame["measure"].ne("smoke")] if "measure" in frame else frame
 
 
 def _scaling_first(frame: pd.DataFrame) -> pd.DataFrame:

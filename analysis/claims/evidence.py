@@ -10,13 +10,16 @@ import numpy as np
 import pandas as pd
 
 from analysis import tables
-from analysis.ratios import within_rounds
+from analysis.ratios import Ratio, within_rounds
 from analysis.shares import ITEM_BYTES
 from tessa.errors import UserError
 
 PROVENANCES = ("measured", "emulated", "modelled")
 LORA = ("punica", "slora")
 """The LoRA backends that a claim about LoRA is held against; plain_lora is the naive one and is not."""
+WIDE = "tessa:schedule=wide"
+GENERATED = ("tiny", "tiny_gqa", "small")
+"""Models of conf/model whose shapes are this project's own."""
 
 
 @dataclass(frozen=True)
@@ -48,65 +51,87 @@ class Evidence:
 
 
 def tessa_over_slora(frame: pd.DataFrame) -> list[Evidence]:
-    """C6: throughput over S-LoRA's in every setting and degree that has both."""
+    """C6: throughput over S-LoRA's in every setting and degree that has both in one session.
+
+    The greatest of them is judged, so their intervals hold together: each at level 1 - 0.05 / their number.
+    """
+
+    def ratio(part: pd.DataFrame, level: float = 0.95) -> Ratio:
+        return within_rounds(part, "output_tokens_per_s", "tessa", "slora", level)
+
+    parts = [(part, tp) for part, tp in _parts(frame) if (r := ratio(part)).paired and r.interval.n]
     found = []
-    for part, tp in _parts(frame):
-        ratio = within_rounds(part, "output_tokens_per_s", "tessa", "slora")
-        i = ratio.interval
-        if np.isfinite(i.centre):
-            note = "" if ratio.paired else "not in one session"
-            found.append(_of(part, "tessa", tp, (i.centre, i.low, i.high), note=note))
+    for part, tp in parts:
+        i = ratio(part, together(len(parts))).interval
+        found.append(_of(part, "tessa", tp, (i.centre, i.low, i.high)))
     return found
 
 
 def lora_cost(frame: pd.DataFrame) -> list[Evidence]:
-    """C1: adapter cost in percent at the highest degree of each setting and LoRA backend, beside the lowest's."""
-    found = []
+    """C1: adapter cost in percent at the highest degree of each setting and LoRA backend, beside the lowest's.
+
+    Costs against base in another session do not count. Intervals hold together, as those of `tessa_over_slora`.
+    """
+    cases = []
     for part in tables.settings(frame):
         for backend in LORA:
             mine = part[(part["variant"] == backend) & part["adapter_cost"].notna()]
-            degrees = sorted(mine["tp"].unique())
-            if not degrees:
-                continue
-            costs = {tp: tables.interval(mine[mine["tp"] == tp], "adapter_cost") for tp in degrees}
-            least, most = int(degrees[0]), int(degrees[-1])
-            c = costs[most]
-            found.append(
-                _of(
-                    mine,
-                    backend,
-                    most,
-                    (100 * c.centre, 100 * c.low, 100 * c.high),
-                    100 * costs[least].centre,
-                    least,
-                )
-            )
+            if "adapter_cost_basis" in mine:
+                mine = mine[mine["adapter_cost_basis"] == "same_round"]
+            if len(mine):
+                cases.append((mine, backend))
+    found = []
+    for mine, backend in cases:
+        degrees = sorted(mine["tp"].unique())
+        least, most = int(degrees[0]), int(degrees[-1])
+        c = tables.interval(mine[mine["tp"] == most], "adapter_cost", together(len(cases)))
+        lowest = 100 * tables.interval(mine[mine["tp"] == least], "adapter_cost").centre
+        values = (100 * c.centre, 100 * c.low, 100 * c.high)
+        found.append(_of(mine, backend, most, values, lowest, least))
     return found
 
 
+def together(count: int) -> float:
+    """Level of each of `count` intervals that all hold at once with 95 % (Bonferroni)."""
+    return 1 - 0.05 / max(1, count)
+
+
 def lora_shares(frame: pd.DataFrame) -> list[Evidence]:
-    """C2: the greater of compute share and memory share (counted bytes per rank) of one LoRA adapter, in percent."""
+    """C2: the greater of compute share and memory share (counted bytes per rank) of one LoRA adapter, in percent.
+
+    `reference` is 1 for a published model's shapes, 0 for those of a model that the project generates.
+    """
     found = []
     for part, tp in _parts(frame):
         for backend in LORA:
             mine = part[(part["variant"] == backend) & (part["status"] == "complete")]
-            if mine.empty or "lora_compute_share" not in mine or mine["lora_compute_share"].isna().all():
+            if mine.empty or "lora_compute_share" not in mine:
                 continue
             row = mine.iloc[0]
+            slots = row["max_resident"] if pd.notna(row.get("max_resident")) else row["num_adapters"]
             compute = 100 * float(row["lora_compute_share"])
-            held = float(row["adapter_bytes_per_rank"]) / float(
-                row.get("max_resident") or row["num_adapters"]
-            )
+            held = float(row["adapter_bytes_per_rank"]) / float(slots)
             memory = 100 * held * tp / (float(row["model_parameters"]) * ITEM_BYTES.get(str(row["dtype"]), 4))
-            greatest = np.nanmax([compute, memory])
-            note = f"compute {compute:.2f} %, memory of a rank {memory:.2f} %"
-            found.append(_of(mine, backend, tp, (greatest, np.nan, np.nan), note=note))
+            if not np.isfinite([compute, memory]).all():
+                continue
+            note = (
+                f"model {row['model']}, rank {row.get('rank_equivalent', np.nan):g}: compute {compute:.2f} %, "
+                f"memory of a rank {memory:.2f} %"
+            )
+            published = float(str(row["model"]) not in GENERATED)
+            values = (max(compute, memory), np.nan, np.nan)
+            found.append(_of(mine, backend, tp, values, published, tp, note))
     return found
 
 
 def own_products(frame: pd.DataFrame) -> list[Evidence]:
-    """C3: matrix products that TESSA's adapters add to a decode step; the reference is Punica's number."""
-    return _counted(frame, "adapter_gemms_per_step", "punica", least_tp=1)
+    """C3: matrix products that TESSA's adapters add to a decode step; the reference is Punica's number.
+
+    Of TESSA as it chooses by itself, and, where it was run, with the wide product forced.
+    """
+    return _counted(frame, "adapter_gemms_per_step", "punica", least_tp=1) + _counted(
+        frame, "adapter_gemms_per_step", "punica", least_tp=1, variant=WIDE
+    )
 
 
 def own_collectives(frame: pd.DataFrame) -> list[Evidence]:
@@ -118,30 +143,35 @@ def own_collectives(frame: pd.DataFrame) -> list[Evidence]:
 
 
 def _counted(
-    frame: pd.DataFrame, column: str, other: str, least_tp: int, over_base: bool = False
+    frame: pd.DataFrame,
+    column: str,
+    other: str,
+    least_tp: int,
+    over_base: bool = False,
+    variant: str = "tessa",
 ) -> list[Evidence]:
     found = []
     for part, tp in _parts(frame):
         counts = {
             backend: part.loc[(part["variant"] == backend) & (part["status"] == "complete"), column].dropna()
-            for backend in ("tessa", other, "base")
+            for backend in (variant, other, "base")
             if column in part
         }
-        if tp < least_tp or not counts or counts["tessa"].empty:
+        if tp < least_tp or not counts or counts[variant].empty:
             continue
         own = 0.0
         if over_base:
             if counts["base"].empty:
                 continue
             own = float(counts["base"].max())
-        count = float(counts["tessa"].max()) - own
-        reference = float(counts[other].max()) - own if len(counts[other]) else np.nan
-        found.append(_of(part, "tessa", tp, (count, count, count), reference, tp))
+        count = float(counts[variant].max()) - own
+        reference = float(counts[other].min()) - own if len(counts[other]) else np.nan
+        found.append(_of(part, variant, tp, (count, np.nan, np.nan), reference, tp))
     return found
 
 
 def from_layer_step(results: Path) -> dict[str, list[Evidence]]:
-    """Emulated evidence of C1, C3, C4 and C6 from the decode rows over TP; empty without a layer step."""
+    """Emulated evidence of C1, C4 and C6 from the decode rows over TP; empty without a layer step."""
     from analysis import layer_step
 
     try:
@@ -149,7 +179,7 @@ def from_layer_step(results: Path) -> dict[str, list[Evidence]]:
     except UserError:
         return {}
     rows = rows[(rows["status"] == "complete") & (rows["phase"] == "decode") & (rows["sweep"] == "tp")]
-    found: dict[str, list[Evidence]] = {"C1": [], "C3": [], "C4": [], "C6": []}
+    found: dict[str, list[Evidence]] = {"C1": [], "C4": [], "C6": []}
     keys = ["model", "device", "dtype", "scale"]
     for (model, device, dtype, scale), part in rows.groupby(keys, sort=False):
         part = part.drop_duplicates(["variant", "tp"], keep="last")
@@ -225,7 +255,7 @@ def from_projection(results: Path) -> dict[str, list[Evidence]]:
             if tp > 1:
                 count, other = float(row["C4_tessa_collectives"]), float(row["C4_slora_collectives"])
                 found["C4"].append(
-                    Evidence("tessa", tp, count, count, count, "modelled", where, True, other, tp)
+                    Evidence("tessa", tp, count, np.nan, np.nan, "modelled", where, True, other, tp)
                 )
             value, low, high = (float(row[f"C6_tessa_over_slora{end}"]) for end in ("", "_low", "_high"))
             found["C6"].append(Evidence("tessa", tp, value, low, high, "modelled", where, True))

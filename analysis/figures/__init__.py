@@ -80,7 +80,9 @@ def draw(
 def _draw_trained(table: pd.DataFrame, folder: Path, reference: bool) -> list[Path]:
     """The figures of every quality experiment, from the rows that count."""
     paths = []
-    for experiment, part in table.groupby("experiment", sort=False):
+    counts = table.groupby("experiment")["setting"].nunique() if len(table) else {}
+    for (experiment, setting), part in table.groupby(["experiment", "setting"], sort=False):
+        stem = str(experiment) if counts[experiment] == 1 else f"{experiment}_{setting}"
         said = {
             **_study(str(experiment), "measured", folder),
             "caption": f"{experiment}, {quality.note(part)}",
@@ -90,7 +92,7 @@ def _draw_trained(table: pd.DataFrame, folder: Path, reference: bool) -> list[Pa
         }
         with plt.rc_context(style.RC):
             drawn = quality.draw(scores.with_mean(part))
-        paths += [save(figure, folder, f"{experiment}{suffix}", said) for suffix, figure in drawn.items()]
+        paths += [save(figure, folder, f"{stem}{suffix}", said) for suffix, figure in drawn.items()]
     return paths
 
 
@@ -108,7 +110,7 @@ def _figures(part: pd.DataFrame, results: Path, notes: dict[str, object]) -> dic
     if experiment == "interconnect" and len(latencies.predictions(part)):
         return {"": interconnect.against_latency(part, notes)}
     sweep = sweeps.SWEEPS.get(experiment)
-    # One value is no sweep; the bars say more.
+    # Without a value there is no axis; the bars say more.
     if sweep is None or sweep.x not in part or part[sweep.x].isna().all():
         return {"": scaling.over_tp(part)}
     if sweep.categorical:

@@ -71,13 +71,18 @@ def split(part: pd.DataFrame) -> Figure | None:
     for i, variant in enumerate(variants):
         left = 0.0
         for share in (s for s in found if s.variant == variant):
-            # A negative piece cannot be stacked; the panel below shows it.
+            # A negative piece cannot be stacked: the panel below shows it, and a tick where the whole ends.
             width = max(share.time.centre, 0.0)
             top.barh(
                 [i], [width], 0.7, left=left, color=TINTS[share.piece], hatch=style.HATCHES[kinds[variant]],
                 edgecolor="white", linewidth=0.4,
             )  # fmt: skip
             left += width
+        total = sum(share.time.centre for share in found if share.variant == variant)
+        if total < left - 1e-9:
+            top.plot(
+                [total], [i], marker="|", markersize=9, color="black", linestyle="none", gid="measured total"
+            )
     top.set_yticks(range(len(variants)), [style.name(v) for v in variants])
     top.invert_yaxis()
     top.set_xlabel("time per output token (ms)")
@@ -111,7 +116,9 @@ def split(part: pd.DataFrame) -> Figure | None:
 
 def _milliseconds(rows: pd.DataFrame) -> pd.Series:
     good = rows[(rows["status"] == "complete") & rows["output_tokens_per_s"].notna()]
-    return pd.Series(1e3 / good["output_tokens_per_s"].to_numpy(float), index=good["repeat"].to_numpy())
+    # Rounds of different sessions are no pairs.
+    index = pd.MultiIndex.from_frame(good[["session", "repeat"]])
+    return pd.Series(1e3 / good["output_tokens_per_s"].to_numpy(float), index=index)
 
 
 def _difference(own: pd.Series, other: pd.Series) -> stats.Interval:

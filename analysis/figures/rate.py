@@ -23,12 +23,15 @@ KNEE_RULE = (
 @dataclass(frozen=True)
 class Knee:
     """last: highest rate that a backend sustained, None if not even the lowest. beyond: the next one measured, None
-    if the sweep ended before the knee."""
+    if the sweep ended before the knee. lost: the next rate, where it has no result that would tell."""
 
     last: float | None
     beyond: float | None
+    lost: float | None = None
 
     def text(self) -> str:
+        if self.lost is not None:
+            return f"not found: no result at {self.lost:g} requests/s"
         if self.last is None:
             return (
                 "not found: no rate measured" if self.beyond is None else f"below {self.beyond:g} requests/s"
@@ -44,13 +47,17 @@ def knee(rows: pd.DataFrame) -> Knee:
     needed = ("requests_per_s", "scheduled_rate", "e2e_s_p99", "ttft_s_p99", "num_requests")
     if good.empty or any(name not in good or good[name].isna().all() for name in needed):
         return Knee(None, None)
-    rates = sorted(good["request_rate"].unique())
-    lowest = good[good["request_rate"] == rates[0]]
+    rates = sorted(rows["request_rate"].dropna().unique())
+    lowest = good[good["request_rate"] == good["request_rate"].min()]
     # Without TTFT: if even the lowest rate is too high, the time in the queue must not excuse the late end.
     generation = float((lowest["e2e_s_p99"] - lowest["ttft_s_p99"]).mean())
     last = None
     for rate in rates:
         mine = good[good["request_rate"] == rate]
+        if mine.empty:
+            # Beyond saturation a run may never end in time, which is an answer; another failure is none.
+            late = (rows.loc[rows["request_rate"] == rate, "status"] == "timeout").any()
+            return Knee(last, float(rate)) if late else Knee(last, None, float(rate))
         count = mine["num_requests"].astype(float)
         arrivals = (count - 1) / mine["scheduled_rate"].astype(float)
         took = count / mine["requests_per_s"].astype(float)
@@ -114,7 +121,7 @@ def _mark_knees(axes: Any, found: dict[str, Knee], rates: Sequence[float]) -> No
     """Triangles above the first panel; those at one rate stand on top of each other."""
     stacked: dict[float, int] = {}
     for variant, at in found.items():
-        if at.last is None:
+        if at.last is None or at.lost is not None:
             continue
         level = stacked.get(at.last, 0)
         stacked[at.last] = level + 1

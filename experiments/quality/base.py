@@ -49,7 +49,7 @@ class BaseSettings:
 
     @property
     def hash(self) -> str:
-        content = {"format": FORMAT, "vocabulary": list(skills.VOCABULARY), **asdict(self)}
+        content = {"format": FORMAT, "skills": skills.fingerprint(), **asdict(self)}
         return canonical_hash(content)[:12]
 
 

@@ -124,9 +124,9 @@ class Pool:
         jobs: Sequence[Job],
         begin: Callable[[Job], bool],
         seen: Callable[[int, Event], None],
-        done: Callable[[Job, Event], None],
+        done: Callable[[Job, Event, int], None],
     ) -> None:
-        """All jobs that `begin` does not refuse. `seen` and `done` are called in this thread.
+        """All jobs that `begin` does not refuse. `seen` and `done` are called in this thread, with the worker's number.
 
         Raises:
             UserError: where a worker finds the settings wrong; nothing further is begun.
@@ -156,7 +156,7 @@ class Pool:
                 with self._lock:
                     waiting.clear()
             elif kind == "done":
-                done(*content)
+                done(*content, number)
             else:
                 seen(number, content)
         if trouble is not None:

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from experiments.identity import canonical_hash
 from tessa.errors import UserError
 
 LETTERS = tuple("abcdefghijklmnop")
@@ -27,6 +28,8 @@ SIGNS = (":", "=", "+")
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SPLITS = ("train", "validation", "test")
 STRING_LENGTH = 5
+EXAMPLES = 256
+"""Documents for testing, and as many for validation, of each held-out skill."""
 SHARE = 10  # one prompt in so many is for testing, and as many for validation
 
 Example = tuple[str, str]
@@ -112,6 +115,12 @@ HELD_OUT = tuple(skill.name for skill in SKILLS if skill.held_out)
 VOCABULARY = (
     PAD, BOS, EOS, *SIGNS, *DIGITS, *LETTERS, *NOUNS, *ADJECTIVES, *VERBS, *FOREIGN, *BY_NAME,
 )  # fmt: skip
+
+
+def fingerprint() -> str:
+    """A hash of what the skills are: two versions of them that give other texts differ in it."""
+    samples = [[s.name, s.held_out, s.weight, distinct(s.name, "test", 8)] for s in SKILLS]
+    return canonical_hash([VOCABULARY, samples])[:16]
 
 
 def split_of(prompt: str) -> str:

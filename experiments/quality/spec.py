@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.config import ALL_MODULES
 from experiments.identity import canonical_hash
+from experiments.quality import skills
 from tessa.errors import UserError
 
 PROTOCOLS = ("skills", "metamath", "commonsense")
@@ -27,7 +28,7 @@ ROLES = ("search", "test")
 # Settings that say which trials there are, where they run, or how many at once: none can change a trial's result.
 NOT_IDENTITY = (
     "methods", "budgets", "study_budget", "study_methods", "study_targets", "target_methods", "learning_rates",
-    "seeds", "search_seed", "workers", "limit_s", "max_cells", "smoke", "targets",
+    "seeds", "search_seed", "workers", "limit_s", "max_cells", "smoke", "measure", "targets",
 )  # fmt: skip
 
 
@@ -99,11 +100,14 @@ class QualitySpec:
     limit_s: float | None = None
     max_cells: int | None = None
     smoke: dict[str, Any] = field(default_factory=dict)
+    measure: str = ""
 
     def identity(self) -> dict[str, Any]:
         """What every trial's result depends on beside the trial itself."""
         values = dataclasses.asdict(self)
         kept = {key: value for key, value in values.items() if key not in NOT_IDENTITY}
+        if self.protocol == "skills":
+            kept["skills"] = skills.fingerprint()
         return {**kept, "data": files_of(self.data)}
 
 
@@ -180,6 +184,11 @@ def check(spec: QualitySpec) -> QualitySpec:
     for key in ("steps", "batch", "eval_batch", "workers", "threads", "blocks", "shards", "max_length"):
         if getattr(spec, key) < 1:
             raise UserError(f"study.{key}={getattr(spec, key)} is too small: give 1 or more")
+    for key in ("validation_examples", "test_examples"):
+        if spec.protocol == "skills" and (getattr(spec, key) or 0) > skills.EXAMPLES:
+            raise UserError(
+                f"study.{key}={getattr(spec, key)}: a skill has {skills.EXAMPLES}; give at most that"
+            )
     if not spec.seeds:
         raise UserError("study.seeds is empty; give at least one, and 3 or more for intervals")
     if spec.search_seed in spec.seeds:
@@ -275,13 +284,14 @@ def cell(experiment: str, spec: QualitySpec, trial: Trial, device: str) -> Quali
         "dtype": spec.dtype,
         "device": device,
         "setting": canonical_hash(shared)[:8],
+        "measure": spec.measure,
     }
     return QualityCell(experiment, trial, identity, labels, canonical_hash(identity))
 
 
 def with_smoke(values: Mapping[str, Any], measure: str | None) -> dict[str, Any]:
     """The settings of a run: with `measure=smoke` those under `smoke` replace their namesakes."""
-    plain = dict(values)
+    plain = {**values, "measure": measure or ""}
     if measure == "smoke":
         plain.update(plain.get("smoke") or {})
     return plain

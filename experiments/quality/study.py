@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import shutil
-import threading
 import time
 import uuid
 from collections import Counter
@@ -170,7 +169,6 @@ class Run:
         self._claims: dict[str, Claim] = {}
         self._times: dict[str, str] = {}
         self._signals = StopSignals()
-        self._guard = threading.Lock()
 
     def __call__(self) -> Outcome:
         """Raises KeyboardInterrupt on a signal, with all workers ended and what is trained stored."""
@@ -236,17 +234,17 @@ class Run:
         if self.console.live or event["step"] == event["steps"]:
             self.console.phase(name, f"step {event['step']}/{event['steps']}, loss {event['loss']:.3f}")
 
-    def _done(self, job: Job, event: Event) -> None:
+    def _done(self, job: Job, event: Event, worker: int) -> None:
         summary = summarise(
             job.cell, event, self.session, self._times.pop(job.cell.name, utc_now()), self.start_state
         )
-        logs = sorted(self._log.glob("worker-*.log"))
         failed = summary["status"] != "complete"
-        if failed and logs:
+        log = self._log / f"worker-{worker}.log"
+        if failed and log.is_file():
             summary["log"] = LOG_NAME
         with self._signals.shielded():
-            log = max(logs, key=lambda path: path.stat().st_mtime) if failed and logs else None
-            self.study.store.write(job.cell.name, job.cell.identity, summary, None, log)
+            kept = log if summary["log"] else None
+            self.study.store.write(job.cell.name, job.cell.identity, summary, None, kept)
         self.study.ran(job.cell)
         if (claim := self._claims.pop(job.cell.name, None)) is not None:
             claim.release()
@@ -333,6 +331,7 @@ def run(
 ) -> int:  # fmt: skip
     """Runs the experiment, or with `looking` lists its cells. Returns the exit status."""
     chosen = device if spec.device == "auto" else spec.device
+    spec = dataclasses.replace(spec, device=chosen)  # the trainings' processes must not choose again
     study = Study(name, spec, results, chosen, create=not looking, only=only, force=force)
     if looking:
         print("\n".join(status_lines(study)))

@@ -87,12 +87,17 @@ class Bench:
     def _gradient_batches(self) -> Iterable[Mapping[str, Any]]:
         from experiments.quality.data import collate
 
-        size = self.spec.batch
-        # Every task in each batch: the rows lie task by task.
-        spread = self.rows[:: max(1, len(self.rows) // (GRADIENT_BATCHES * size))]
-        for i in range(0, min(len(spread), GRADIENT_BATCHES * size), size):
-            batch = collate(spread[i : i + size], self.tokenizer.pad_token_id)
+        for mine in spread(self.rows, GRADIENT_BATCHES, self.spec.batch):
+            batch = collate(mine, self.tokenizer.pad_token_id)
             yield {key: value.to(self.device) for key, value in batch.items()}
+
+
+def spread(rows: list[Any], count: int, size: int) -> Iterable[list[Any]]:
+    """`count` batches of `size` rows taken evenly from all of them, as rows lie task by task; fewer where rows are."""
+    for i in range(min(count, len(rows))):
+        mine = rows[i::count]
+        kept = min(size, len(mine))
+        yield [mine[j * len(mine) // kept] for j in range(kept)]
 
 
 def send_progress(send: Any, event: str, step: int, steps: int, loss: float) -> None:

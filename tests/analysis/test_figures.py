@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import analysis_store
 import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
-from analysis import figures, load, style, sweeps
+from analysis import figures, load, style, sweeps, tables
 from analysis import quality as scores
 from analysis.__main__ import main, report
 from analysis.figures import breakdown, marks, quality, rate, replay, scaling
@@ -147,6 +148,18 @@ def test_a_rate_that_was_too_high_from_the_start_and_one_without_a_limit(tmp_pat
     assert rate.chosen_columns(part)[-2:] == ("slora_attainment", "requests_per_s")
 
 
+@pytest.mark.parametrize(("status", "knee"), [("timeout", (4.0, 8.0, None)), ("failed", (4.0, None, 8.0))])
+def test_a_rate_without_a_result_is_not_kept_up_with(full, status, knee):
+    """A run that never ends in time is what saturation looks like; what another failure hides is unknown."""
+    part = of(full, "rate_sweep").copy()
+    part.loc[(part["variant"] == "tessa") & (part["request_rate"] >= 8), "status"] = status
+    found = rate.knees(part)["tessa"]
+    assert (found.last, found.beyond, found.lost) == knee
+    assert found.text() == (
+        "between 4 and 8 requests/s" if status == "timeout" else "not found: no result at 8 requests/s"
+    )
+
+
 def test_a_trace_over_its_time(full, full_results):
     part = of(full, "trace_replay")
     figure = replay.over_time(part, full_results, "azure conv")
@@ -166,6 +179,13 @@ def test_breakdown_adds_up(full):
     assert found["slora", "communication"] > 0
     assert ("slora:communication=off", "base") not in found
     assert ("tessa", breakdown.SUM) in found
+    assert found["slora", "rest"] < 0, "the pieces overlap here, so that the bar is longer than the time"
+    ticks = [x for x in breakdown.split(part).axes[0].lines if x.get_gid() == "measured total"]
+    assert [list(x.get_xdata()) for x in ticks] == [[pytest.approx((1e3 / own).mean())]]
+    other = part.copy()
+    other.loc[other["variant"] == "tessa", "session"] = "another"
+    unpaired = {(s.variant, s.piece): s.time.centre for s in breakdown.shares(other)}
+    assert not np.isfinite(unpaired["tessa", breakdown.SUM])
     alone = part[part["variant"].isin(["base", "slora"])]
     assert [s.piece for s in breakdown.shares(alone)] == ["base", "base", breakdown.SUM]
 
@@ -245,6 +265,32 @@ def test_every_experiment_has_its_figure(complete_results, tmp_path):
     assert all("round 2/3: it broke" in text for text in missing)
 
 
+def test_windows_of_one_trace_are_different_figures(tmp_path):
+    for speedup in (1, 2):
+        trace = {"format": "azure", "sha256": "a" * 64, "window_s": 60, "speedup": speedup}
+        config = {"workload": {"spec": {"trace": trace}}}
+        analysis_store.write_cell(tmp_path, "tessa", [1.0, 2.0], experiment="trace_replay", setting=f"s{speedup}",
+                                  config=config)  # fmt: skip
+    parts = sweeps.families(load(tmp_path / "results"))
+    assert len(parts) == 2
+
+
+def test_two_settings_of_a_quality_experiment_are_two_figures(tmp_path):
+    analysis_store.quality(tmp_path / "results", 0.1)
+    for folder in list((tmp_path / "results" / "quality").iterdir()):
+        other = folder.with_name(f"{folder.name}-other")
+        shutil.copytree(folder, other)
+        text = (other / "summary.json").read_text()
+        summary = json.loads(text)
+        summary["labels"]["setting"] = "0therset"
+        (other / "summary.json").write_text(json.dumps(summary))
+    frame = load(tmp_path / "results")
+    names = {path.stem for path in figures.draw(frame, tmp_path / "figures")}
+    assert {"quality_0therset"} < {name.rpartition("_slices")[0] or name for name in names}
+    assert len({name.split("_")[1] for name in names}) == 2
+    assert tables.render(frame).count("model skills") == 2
+
+
 def test_a_latency_added_to_every_collective_is_emulated(tmp_path):
     """interconnect: real ranks, an unreal wait; the figure says so, and its points stand at their latencies."""
     for us in (0, 50, 200):
@@ -258,4 +304,4 @@ def test_a_latency_added_to_every_collective_is_emulated(tmp_path):
     assert list(slora[0].get_xdata()) == [0, 50, 200]
     assert slora[0].get_ydata()[-1] > slora[0].get_ydata()[0] + 40
     assert slora[0].get_linestyle() == style.LINES["emulated"]
-    assert "200 µs" in figures.caption(part) or "0, 50, 200 µs" in figures.caption(part)
+    assert "0, 50, 200 µs added to each collective" in figures.caption(part)

@@ -12,12 +12,10 @@ from experiments.quality import commonsense, metamath, skills
 from tessa.errors import UserError
 
 FOLDER = "TESSA_QUALITY_DATA"
-EXAMPLES = 256
-"""Documents per held-out skill; test and validation prompts never meet in training (see `skills.split_of`)."""
 
 
-def skill(skill: str, examples: int = EXAMPLES, **_: Any) -> dict[str, Dataset]:
-    """A held-out skill's documents, the same everywhere."""
+def skill(skill: str, examples: int = skills.EXAMPLES, **_: Any) -> dict[str, Dataset]:
+    """A held-out skill's documents, the same everywhere; none is trained on (see `skills.split_of`)."""
     return {
         split: _dataset(
             {"prompt": prompt, "answer": answer} for prompt, answer in skills.distinct(skill, split, examples)

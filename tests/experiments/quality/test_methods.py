@@ -8,6 +8,7 @@ import torch
 from experiments.quality import base, methods
 from experiments.quality.data import collate, encode
 from experiments.quality.spec import TARGETS, QualitySpec, Structure
+from experiments.quality.worker import spread
 from tessa.budget import bd_lora_params, lora_params
 from tessa.slices import parallel_of
 
@@ -102,3 +103,14 @@ def test_the_loss_counts_the_answer_alone():
     made = collate([row, row | {"input_ids": row["input_ids"][:3], "labels": row["labels"][:3]}], 0)
     assert made["attention_mask"].sum(1).tolist() == [8, 3]
     assert made["labels"][1, 3:].tolist() == [-100] * 5
+
+
+def test_gradient_batches_hold_every_task():
+    """1,000 rows of each of four tasks, one after the other: each batch takes as many of each, and none twice."""
+    rows = [(task, i) for task in range(4) for i in range(1000)]
+    batches = list(spread(rows, 4, 32))
+    assert [len(batch) for batch in batches] == [32] * 4
+    for batch in batches:
+        assert [sum(task == row[0] for row in batch) for task in range(4)] == [8] * 4
+    assert len({row for batch in batches for row in batch}) == 4 * 32
+    assert list(spread(rows[:3], 4, 32)) == [[row] for row in rows[:3]]

@@ -93,8 +93,11 @@ def test_every_word_is_in_the_vocabulary_once():
     assert len(set(skills.VOCABULARY)) == len(skills.VOCABULARY)
 
 
-def test_more_examples_than_there_are_is_an_error():
+def test_more_examples_than_there_are_is_an_error(monkeypatch):
+    monkeypatch.setitem(skills.BY_NAME, "one", skills.Skill("one", lambda rng: (["a"], ["b"])))
+    split = skills.split_of("one : a =")
+    assert skills.distinct("one", split, 1) == [("one : a =", "b")]
     with pytest.raises(UserError, match="ask for fewer"):
-        skills.distinct("sum_5", "test", 10**5)
+        skills.distinct("one", split, 2)
     with pytest.raises(UserError, match="unknown; known: copy"):
         next(skills.stream("juggle", "train", 0))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
+from experiments.quality import skills
 from experiments.quality import spec as trials
+from experiments.quality.base import BaseSettings
 from experiments.quality.spec import QualitySpec, Structure, Trial
 from tessa.errors import UserError
 
@@ -54,7 +57,20 @@ def test_a_cell_depends_on_what_changes_its_number_alone():
     assert here != cell_hash(spec(steps=7))
     assert here != cell_hash(spec(base={"steps": 7}))
     assert here != cell_hash(spec(), device="cuda")
+    assert here == cell_hash(spec(measure="paper"))
     assert len({cell_hash(spec(), seed=1), cell_hash(spec(), learning_rate=1e-2), here}) == 3
+
+
+def test_a_cell_depends_on_what_the_skills_are(monkeypatch):
+    here, base_here = cell_hash(spec()), BaseSettings().hash
+    changed = [
+        replace(skill, make=skills.BY_NAME["copy"].make) if skill.held_out else skill
+        for skill in skills.SKILLS
+    ]
+    monkeypatch.setattr(skills, "SKILLS", tuple(changed))
+    monkeypatch.setattr(skills, "BY_NAME", {skill.name: skill for skill in changed})
+    assert cell_hash(spec()) != here
+    assert BaseSettings().hash != base_here
 
 
 def test_data_files_count_and_their_place_does_not(tmp_path):
@@ -76,6 +92,7 @@ def test_data_files_count_and_their_place_does_not(tmp_path):
         ({"seeds": ()}, "3 or more for intervals"),
         ({"study_methods": ("lora",)}, "study_budget is missing"),
         ({"workers": 0}, "give 1 or more"),
+        ({"test_examples": 1000}, "a skill has 256"),
         ({"learning_rates": {"adalora": [1.0]}}, "allowed: full, lora"),
     ],
 )
@@ -91,6 +108,6 @@ def test_a_method_without_a_rate_is_an_error():
 
 def test_smoke_replaces_its_namesakes():
     values = {"steps": 100, "batch": 8, "smoke": {"steps": 2}}
-    assert trials.with_smoke(values, "demo") == values
+    assert trials.with_smoke(values, "demo") == {**values, "measure": "demo"}
     assert trials.with_smoke(values, "smoke")["steps"] == 2
     assert trials.with_smoke(values, "smoke")["batch"] == 8
