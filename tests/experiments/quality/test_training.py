@@ -41,6 +41,7 @@ SPEC = QualitySpec(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_cells_end_to_end_and_lm_eval_agrees(cache, tmp_path):
     study = studies.Study("quality", SPEC, tmp_path / "results", "cpu")
     out = io.StringIO()
@@ -82,19 +83,8 @@ def lm_eval(base: Path, adapter: Path, prompt: str, answer: str, folder: Path) -
     (folder / "one.jsonl").write_text(json.dumps({"prompt": prompt, "answer": f" {answer}"}) + "\n")
     (folder / "tasks" / "one_answer.yaml").write_text(ONE_ANSWER.format(data=folder / "one.jsonl"))
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "tessa.lm_eval",
-            "run",
-            "--model",
-            "hf",
-            "--device",
-            "cpu",
-            "--batch_size",
-            "8",
-        ),
-        *("--model_args", f"pretrained={base},peft={adapter},dtype=float32"),
+        *(sys.executable, "-m", "tessa.lm_eval", "run", "--model", "hf", "--device", "cpu"),
+        *("--model_args", f"pretrained={base},peft={adapter},dtype=float32", "--batch_size", "8"),
         *("--tasks", "tessa_previous,one_answer", "--include_path", str(folder / "tasks"), "--limit", "8"),
         *("--output_path", str(folder / "out.json")),
     ]
