@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
     table = command("table", "print the table of the stored cells")
     table.add_argument("--experiment", help="one experiment; default: all")
+    table.add_argument("--adapters-of", metavar="CELL", help="each adapter of one cell instead")
     drawn = command("figures", "draw every figure as PNG and PDF, with a caption in JSON", reference=True)
     drawn.add_argument("--experiment", help="one experiment; default: all")
     drawn.add_argument("--out", type=Path, help="folder of the figures; default: <results_dir>/figures")
@@ -131,9 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _table(args: argparse.Namespace) -> int:
-    from analysis import tables
+    from analysis import adapters, tables
 
-    print(tables.render(load(args.results_dir, args.experiment)))
+    if args.adapters_of is not None:
+        print(adapters.render(adapters.per_adapter(args.results_dir, args.adapters_of)))
+    else:
+        print(tables.render(load(args.results_dir, args.experiment)))
     return 0
 
 

@@ -33,7 +33,8 @@ class AdapterSet:
         shapes: module path -> [d_out, d_in] of every adapted projection.
         ranks: rank (rank-equivalent for TESSA) of each adapter; its length is the number of adapters.
         blocks: blocks of BD-LoRA, the serving TP degree.
-        weight_std: standard deviation of the base model's projections, to which the adapters are scaled.
+        weight_std: standard deviation that the adapters are scaled to, the one that Llama's projections start from; the
+            base model's own is not looked at.
     """
 
     format: str

@@ -64,23 +64,6 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def kv_replicas(world: int, num_kv_heads: int) -> int:
-    """How many ranks hold the same K and V shard: 1 while there is one for each, else world / heads."""
-    if world <= num_kv_heads:
-        if num_kv_heads % world:
-            raise UserError(
-                f"tensor parallel size {world} does not divide the model's {num_kv_heads} KV heads; "
-                f"allowed: {divisors(num_kv_heads)} or a multiple of {num_kv_heads}"
-            )
-        return 1
-    if world % num_kv_heads:
-        raise UserError(
-            f"tensor parallel size {world} is not a multiple of the model's {num_kv_heads} KV heads; "
-            f"allowed: {divisors(num_kv_heads)} or a multiple of {num_kv_heads}"
-        )
-    return world // num_kv_heads
-
-
 @dataclass(frozen=True)
 class LocalSlice:
     """What one tensor-parallel rank holds of a slice.
@@ -212,8 +195,8 @@ class Slice:
         """What rank ``rank`` of ``world`` holds.
 
         Args:
-            replicas: ranks that share one shard of the weight, for K and V with fewer KV heads than ranks
-                (see `kv_replicas`). Rank r then holds shard ``r // replicas`` of ``world // replicas``.
+            replicas: ranks that share one shard of the weight, for K and V with fewer KV heads than
+                ranks. Rank r then holds shard ``r // replicas`` of ``world // replicas``.
 
         Raises:
             UserError: where the weight does not shard evenly, or where a rank would hold part of a segment;

@@ -17,7 +17,6 @@ _EXPORTS = {
     "records_to_frame": "types",
     "run_load": "load",
     "summarise": "summary",
-    "summarise_load": "summary",
 }
 
 __all__ = list(_EXPORTS)

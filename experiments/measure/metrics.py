@@ -1,8 +1,7 @@
 """Every metric's name, unit, definition and computation, side by side.
 
-Tables, figure axes and the README take names and definitions from here (`axis_label`,
-`definitions_markdown`). Percentiles interpolate linearly between order statistics (numpy's default).
-Latencies count from the *scheduled* time. "Requests" in a latency or throughput are those of status ok;
+Tables print the definitions from here (`lookup`). Percentiles interpolate linearly between order statistics
+(numpy's default). Latencies count from the *scheduled* time. "Requests" in a latency or throughput are those of status ok;
 failed ones count as misses in shares of all requests (SLO attainment, goodput, satisfaction).
 """
 
@@ -334,22 +333,6 @@ def lookup(column: str) -> tuple[Metric, str | None]:
     if stat in STATS and name in METRICS and METRICS[name].distribution:
         return METRICS[name], stat
     raise UserError(f"metric {column!r} is not known; choose one of {', '.join(columns())}")
-
-
-def axis_label(column: str) -> str:
-    """Such as "TTFT p99 (s)"."""
-    metric, stat = lookup(column)
-    return f"{metric.label}{'' if stat is None else ' ' + stat} ({metric.unit})"
-
-
-def definitions_markdown(names: Sequence[str] | None = None) -> str:
-    """A table of metric, unit and definition, for `names` (metrics or columns) or all."""
-    chosen = list(METRICS.values())
-    if names is not None:
-        chosen = list({n: METRICS[n] if n in METRICS else lookup(n)[0] for n in names}.values())
-        chosen = list(dict.fromkeys(chosen))
-    rows = [f"| `{m.name}` | {m.unit} | {m.definition} |" for m in chosen]
-    return "\n".join(["| metric | unit | definition |", "|---|---|---|", *rows])
 
 
 def per_adapter(records: Sequence[RequestRecord], options: MetricOptions | None = None) -> pd.DataFrame:

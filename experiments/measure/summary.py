@@ -18,7 +18,6 @@ from experiments.measure.types import (
     REQUEST_STATUSES,
     TIMEOUT,
     WRONG_LENGTH,
-    LoadResult,
     RequestRecord,
 )
 
@@ -59,17 +58,6 @@ def summarise(
             duration_s=arrays.duration_s, steady_start_s=arrays.steady[0], steady_end_s=arrays.steady[1]
         )
     return row
-
-
-def summarise_load(result: LoadResult, options: MetricOptions | None = None) -> dict[str, Any]:
-    """`summarise` of what `run_load` returned."""
-    return summarise(
-        result.records,
-        mode=result.mode,
-        load_status=result.status,
-        load_reason=result.reason,
-        options=options,
-    )
 
 
 def judge(

@@ -3,12 +3,17 @@
 Its benchmark draws everything from numpy's legacy generator in one fixed order after one seed: adapters
 (power law), prompt lengths, output lengths, gaps. `draw` follows that order. S-LoRA's prompts repeat one
 word; ours are drawn from the token stream, so that no two share a prefix.
+`python -m experiments.workload.slora_compat SUITE SETTING` prints the command that runs one of its published suites.
 Sources: github.com/S-LoRA/S-LoRA, benchmarks/trace.py and exp_suite.py; model settings from its README.
 """
 
 from __future__ import annotations
 
-import itertools
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,24 +107,52 @@ SUITES: dict[str, dict[str, Any]] = {
 }
 
 
-def suite(name: str) -> list[dict[str, Any]]:
-    """The cells of a suite in S-LoRA's order, each a mapping for `WorkloadSpec.from_mapping`."""
-    if name not in SUITES:
-        raise UserError(f"S-LoRA suite {name!r} is not known; choose one of {', '.join(SUITES)}")
-    s = SUITES[name]
+def overrides(suite: str, setting: str) -> list[str]:
+    """What `run.py` needs for one of S-LoRA's suites with the adapter ranks of one of its settings.
+
+    The model is not among them: the settings' Llamas have to be named with `model=` where their weights are.
+
+    Raises:
+        UserError: an unknown suite or setting.
+    """
+    for what, name, known in (("suite", suite, SUITES), ("setting", setting, MODEL_SETTINGS)):
+        if name not in known:
+            raise UserError(f"S-LoRA {what} {name!r} is not known; choose one of {', '.join(known)}")
+    s = SUITES[suite]
+    adapters = [
+        n for n in s["num_adapters"] if n
+    ]  # without an adapter: the backend `base`, which always runs along
+    values = {
+        "experiment": "tp_scaling",
+        "name": f"slora-{suite}-{setting}",
+        "workload": "slora",
+        "measure": "paper",
+        "workload.seed": DEFAULT_SEED,
+        "workload.slora.duration": s["duration"],
+        "workload.slora.input_range": [8, 512],
+        "workload.slora.output_range": [8, 512],
+        "adapters.ranks": list(MODEL_SETTINGS[setting][1]),
+        "+grid.adapters.count": adapters,
+        **{f"+grid.workload.slora.{key}": s[key] for key in ("alpha", "req_rate", "cv")},
+    }
     return [
-        {
-            "seed": DEFAULT_SEED,
-            "num_adapters": n,
-            "slora": {"req_rate": rate, "duration": s["duration"], "alpha": alpha, "cv": cv},
-        }
-        for n, alpha, rate, cv in itertools.product(s["num_adapters"], s["alpha"], s["req_rate"], s["cv"])
+        f"{key}={json.dumps(v, separators=(',', ':')) if isinstance(v, list) else v}"
+        for key, v in values.items()
     ]
 
 
-def adapter_ranks(setting: str, num_adapters: int) -> list[int]:
-    """Rank of each adapter: the setting's ranks in turn."""
-    if setting not in MODEL_SETTINGS:
-        raise UserError(f"S-LoRA setting {setting!r} is not known; choose one of {', '.join(MODEL_SETTINGS)}")
-    ranks = MODEL_SETTINGS[setting][1]
-    return [ranks[i % len(ranks)] for i in range(num_adapters)]
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.workload.slora_compat",
+        description="Print the command that runs one of S-LoRA's published suites.",
+    )
+    parser.add_argument("suite", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
+    models = "; ".join(f"{name}: {model}, ranks {ranks}" for name, (model, ranks) in MODEL_SETTINGS.items())
+    parser.add_argument("setting", choices=MODEL_SETTINGS, metavar="SETTING", help=models)
+    arguments = parser.parse_args(argv)
+    print(shlex.join(["python", "run.py", *overrides(arguments.suite, arguments.setting)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

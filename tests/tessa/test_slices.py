@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessa.errors import UserError
-from tessa.slices import Slice, axis_of, fused_siblings, kv_replicas, parallel_of
+from tessa.slices import Slice, axis_of, fused_siblings, parallel_of
 
 ATOL = 1e-12  # float64, sums of at most a few hundred products of order one
 
@@ -90,18 +90,10 @@ def test_kv_segments_finer_than_a_head_and_replicated_heads():
     assert s.local(1, 2, "column").ranges == whole_head
     # On 8 ranks each head lives on 4 of them: ranks 4-7 hold head 1, that is rows 8-16 of the delta.
     for rank in range(8):
-        local = s.local(rank, 8, "column", replicas=kv_replicas(8, 2))
+        local = s.local(rank, 8, "column", replicas=4)
         assert local.d_out == 64
         assert local.ranges == whole_head
         assert local.rows == ((0, 8) if rank < 4 else (8, 16))
-
-
-def test_kv_replicas():
-    assert [kv_replicas(n, 4) for n in (1, 2, 4, 8, 16)] == [1, 1, 1, 2, 4]
-    with pytest.raises(UserError, match=r"3 does not divide .* 4 KV heads"):
-        kv_replicas(3, 4)
-    with pytest.raises(UserError, match="6 is not a multiple"):
-        kv_replicas(6, 4)
 
 
 def test_along_refuses_world_that_cuts_a_segment_and_names_the_allowed():

@@ -170,18 +170,16 @@ def test_wire_names_are_those_of_the_result_frame():
     assert list(values(TWO)) == metrics.columns()
 
 
-def test_definitions_serve_axes_and_tables():
-    assert metrics.axis_label("ttft_s_p99") == "TTFT p99 (s)"
-    assert metrics.axis_label("adapter_cost") == "Adapter cost (share)"
+def test_every_column_has_a_definition():
+    assert metrics.lookup("adapter_cost")[1] is None
     for column in metrics.columns():
-        metrics.axis_label(column)
-    table = metrics.definitions_markdown(["ttft_s_p50", "ttft_s_p99", "requests_per_s"])
-    assert table.count("\n") == 3
-    assert "first token - scheduled arrival" in table
+        assert metrics.lookup(column)[0].definition
+    metric, stat = metrics.lookup("ttft_s_p99")
+    assert (metric.label, metric.unit, stat) == ("TTFT", "s", "p99")
     with pytest.raises(UserError, match="choose one of requests_per_s"):
-        metrics.axis_label("ttft")
+        metrics.lookup("ttft")
     with pytest.raises(UserError):
-        metrics.axis_label("requests_per_s_p99")
+        metrics.lookup("requests_per_s_p99")
 
 
 @pytest.mark.parametrize(

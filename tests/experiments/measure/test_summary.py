@@ -11,7 +11,7 @@ from fake_engine import Step, make, play, steady
 from experiments.measure import metrics
 from experiments.measure.arrays import MetricOptions
 from experiments.measure.load import LoadOptions
-from experiments.measure.summary import DIAGNOSTICS, contradiction, summarise, summarise_load
+from experiments.measure.summary import DIAGNOSTICS, contradiction, summarise
 
 pytestmark = pytest.mark.fake
 
@@ -19,7 +19,13 @@ pytestmark = pytest.mark.fake
 def run(script, options=None, metric_options=None, **workload):
     options = options or LoadOptions(base_only=True)
     result, _, _ = play(make(**workload), script, options)
-    return summarise_load(result, metric_options)
+    return summarise(
+        result.records,
+        mode=result.mode,
+        load_status=result.status,
+        load_reason=result.reason,
+        options=metric_options,
+    )
 
 
 def assert_no_number(row):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
 
-from experiments.workload import build
-from experiments.workload.slora_compat import MODEL_SETTINGS, SUITES, SLoraSpec, adapter_ranks, draw, suite
+from experiments import config as schema
+from experiments.backends import known_backends
+from experiments.grid import expand
+from experiments.provenance import REPO
+from experiments.workload.slora_compat import MODEL_SETTINGS, SUITES, SLoraSpec, draw, main, overrides
 from tessa.errors import UserError
 
 
@@ -54,27 +61,42 @@ def test_no_adapter_means_the_base_model_on_the_same_load():
     assert all((a == b).all() for a, b in zip(with_one[:3], base[:3], strict=True))
 
 
-def test_suites_build_and_keep_their_numbers():
-    cells = suite("a10g-cv")
-    assert [c["slora"]["cv"] for c in cells] == [1, 2, 4, 6, 8]
-    w = build(cells[2], 32000)
-    when, prompts, outputs, ids = draw(SLoraSpec(2, 300, 1, 4), 200, 42)
-    assert w.arrival_s.tolist() == when.tolist()
-    assert w.prompt_lengths.tolist() == prompts.tolist()
-    assert w.output_tokens.tolist() == outputs.tolist()
-    assert w.adapter.tolist() == ids.tolist()
-    assert w.load_mode["mode"] == "open_loop"
-    for s in SUITES.values():
-        assert set(s["settings"]) <= set(MODEL_SETTINGS)
+@pytest.mark.parametrize("suite", SUITES)
+def test_suites_are_runs_with_their_numbers(suite):
+    """The printed command composes, and its cells hold the suite's loads."""
+    schema.register()
+    with initialize_config_dir(config_dir=str(REPO / "conf"), version_base="1.3"):
+        composed = compose("config", overrides=[*overrides(suite, "S2"), "model=small"])
+    config = schema.build(composed)
+    assert config.adapters.ranks == list(MODEL_SETTINGS["S2"][1])
+    loads = []
+
+    def build(values):
+        loads.append(values)
+        return SimpleNamespace(hash=str(len(loads)), meta={"spec": values})
+
+    expand(config, known_backends(), "cpu", build)
+    s = SUITES[suite]
+    axes = (n for n in s["num_adapters"] if n), s["alpha"], s["req_rate"], s["cv"]
+    expected = {(n, a, r, c) for n, a, r, c in itertools.product(*axes)}
+    found = {(w["num_adapters"], *(w["slora"][k] for k in ("alpha", "req_rate", "cv"))) for w in loads}
+    assert found == expected
+    assert {(w["seed"], w["slora"]["duration"]) for w in loads} == {(42, s["duration"])}
+    assert {(*w["slora"]["input_range"], *w["slora"]["output_range"]) for w in loads} == {(8, 512, 8, 512)}
+
+
+def test_the_command_names_suites_and_settings(capsys):
+    assert main(["a10g-cv", "S2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "python run.py experiment=tp_scaling name=slora-a10g-cv-S2 workload=slora measure=paper "
+    )
+    assert "'adapters.ranks=[64,32,16,8]'" in out
+    assert "'+grid.workload.slora.cv=[1,2,4,6,8]'" in out
     with pytest.raises(UserError, match="a10g-num-adapter"):
-        suite("b200")
-
-
-def test_settings_cycle_through_their_ranks():
-    assert adapter_ranks("S2", 6) == [64, 32, 16, 8, 64, 32]
-    assert adapter_ranks("S6", 2) == [64, 64]
+        overrides("b200", "S1")
     with pytest.raises(UserError, match="S1, S2"):
-        adapter_ranks("S7", 1)
+        overrides("a10g-cv", "S7")
 
 
 @pytest.mark.parametrize(
