@@ -208,7 +208,7 @@ class Nodes:
     def start(self, setup: str, port: int) -> str:
         """Every node starts its share of an engine; returns the engine's name for the other calls.
 
-        Raises NodeError when one refuses or is lost.
+        Raises NodeError when one refuses or is lost; the shares that did start are ended then.
         """
         self._engines += 1
         engine = f"engine-{self._engines}"
@@ -225,7 +225,11 @@ class Nodes:
                     "master_port": port,
                 },
             )
-        self._await(engine)
+        try:
+            self._await(engine)
+        except NodeError:
+            self.tell("stop", engine)
+            raise
         return engine
 
     def tell(self, command: str, engine: str) -> None:
@@ -238,8 +242,8 @@ class Nodes:
     def trouble(self, engine: str, wait_s: float = 0.0) -> NodeError | None:
         """Why an engine cannot go on: a node was lost, or its part there ended. Waits so long for the news."""
         deadline = time.monotonic() + wait_s
+        self.poll()
         while True:
-            self.poll(max(0.0, deadline - time.monotonic()))
             for node in self.nodes:
                 if node.lost is not None:
                     return NodeError(f"{node.name} was lost: {node.lost}")
@@ -247,6 +251,7 @@ class Nodes:
                     return NodeError(f"{node.name}: the engine's part there {ended['ended']}")
             if time.monotonic() >= deadline:
                 return None
+            self.poll(max(0.0, deadline - time.monotonic()))
 
     def logs(self, engine: str) -> dict[str, str]:
         """The ends of the logs of an engine's parts that have ended, by node."""

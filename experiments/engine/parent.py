@@ -6,6 +6,7 @@ hangs is killed with all its descendants.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -21,7 +22,10 @@ from experiments.engine.processes import MARK, ProcessTree
 from experiments.engine.setup import COMMON_ENV, EngineSetup, new_scratch, scratch_env
 
 DEFAULT_TIMEOUT_S = 900.0
-"""Without an answer or a sign of life for so long, a child counts as hung."""
+"""Without an answer for so long, a child counts as hung."""
+SELF_LIMITING = ("run", "warmup")
+"""A load may last for hours and has limits of its own, so a sign of life starts the time-out anew there. Elsewhere it
+says nothing: the child's event loop lives on while its server never gets healthy."""
 STOP_GRACE_S = 15.0
 # What vLLM's processes say when another of its processes has failed.
 GENERIC = (
@@ -165,26 +169,26 @@ class EngineProcess:
         process, tree = self._process, self._tree
         if process is None or tree is None:
             return
-        self._process = None
-        tree.send(signal.SIGCONT)
-        if process.poll() is None:
-            try:
+        try:
+            tree.send(signal.SIGCONT)
+            if process.poll() is None:
                 self._commands.write(json.dumps({"command": "stop"}) + "\n")
                 self._commands.flush()
                 process.wait(STOP_GRACE_S)
-            except (OSError, ValueError, subprocess.TimeoutExpired):
-                pass
-        tree.kill()
-        process.wait()
-        for closing in (
-            self._commands.close,
-            lambda: os.close(self._answers_fd or -1),
-            self._scratch.cleanup,
-        ):
-            try:
-                closing()
-            except OSError:
-                continue
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            pass
+        finally:  # an interrupt while the engine takes its time must not leave it behind
+            tree.kill()
+            process.wait()
+            for closing in (self._commands.close, self._close_answers, self._scratch.cleanup):
+                with contextlib.suppress(OSError):
+                    closing()
+            self._process = None  # only now: one that is cut off before can be called again
+
+    def _close_answers(self) -> None:
+        if self._answers_fd is not None:
+            os.close(self._answers_fd)
+            self._answers_fd = None
 
     def _call(self, command: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, **arguments: Any) -> Any:
         if self._process is None:
@@ -195,8 +199,11 @@ class EngineProcess:
         except OSError:
             raise self._died(command) from None
         answer: dict[str, Any] = {"alive": True}
-        while answer.get("alive"):  # each sign of life starts the time-out anew
-            line = self._read_line(command, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while answer.get("alive"):
+            line = self._read_line(command, deadline, timeout_s)
+            if command in SELF_LIMITING:
+                deadline = time.monotonic() + timeout_s
             try:
                 answer = json.loads(line)
             except ValueError:
@@ -213,14 +220,16 @@ class EngineProcess:
         text = f"{command}: {answer['error']}: {first}"
         return f"{text} ({cause})" if cause and cause not in text else text
 
-    def _read_line(self, command: str, timeout_s: float) -> bytes:
-        deadline = time.monotonic() + timeout_s
+    def _read_line(self, command: str, deadline: float, timeout_s: float) -> bytes:
         assert self._answers_fd is not None
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
             if left <= 0:
+                advice = "; raise measure.start_timeout_s if it needs longer" if command == "start" else ""
                 raise EngineError(
-                    "timeout", f"{command}: no answer from the engine within {timeout_s:.0f} s", self.log_path
+                    "timeout",
+                    f"{command}: no answer from the engine within {timeout_s:.0f} s{advice}",
+                    self.log_path,
                 )
             ready, _, _ = select.select([self._answers_fd, *self._watched()], [], [], left)
             if self._answers_fd in ready:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from experiments.engine import node as node_module
-from experiments.engine import spread
+from experiments.engine import parent, spread
 from experiments.engine.node import Agent, Share, connect
 from experiments.engine.nodes import NodeError, Nodes, interface_of, meeting_file, network_env
 from experiments.engine.parent import EngineError
@@ -60,6 +60,7 @@ class Machine:
 def follower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "FOLLOWER", "scripted_follower")
     monkeypatch.setattr(spread, "NEWS_S", 30.0)  # only how long news are awaited
+    monkeypatch.setattr(parent, "STOP_GRACE_S", 0.5)  # what hangs here never stops by itself
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
 
 
@@ -143,6 +144,31 @@ def test_a_node_without_the_model_refuses(nodes: Nodes, machine: Machine) -> Non
         NodeError, match=r"node 1 \(.*\) refused: /no/model does not exist here; keep the cache"
     ):
         nodes.start(EngineSetup("base", "/no/model", (), {"tensor_parallel_size": 2}).to_json(), 1)
+
+
+@pytest.mark.fault
+def test_a_refusal_ends_the_shares_that_did_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(3, "127.0.0.1", 0, tmp_path / "run.json")
+    machines = [Machine(nodes.file), Machine(nodes.file)]
+    try:
+        nodes.gather(30.0)
+        told: list[str] = []
+        started, refuse = machines[0].agent._do, {"refused": "no room"}
+
+        def do(message: dict[str, str]) -> dict[str, str]:
+            told.append(message["command"])
+            return started(message)
+
+        monkeypatch.setattr(machines[0].agent, "_do", do)
+        monkeypatch.setattr(machines[1].agent, "_do", lambda message: refuse)
+        with pytest.raises(NodeError, match="refused: no room"):
+            nodes.start(EngineSetup("base", "hub/model", (), {"tensor_parallel_size": 3}).to_json(), 1)
+        assert told == ["start", "stop"]
+        assert machines[0].agent.shares == {}
+    finally:
+        nodes.close()
+        for machine in machines:
+            machine.join()
 
 
 class ScriptedSpread(SpreadEngine):

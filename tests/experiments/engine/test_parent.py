@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from experiments.engine import parent
 from experiments.engine.parent import EngineError, EngineProcess, root_cause
 from experiments.engine.setup import EngineSetup
 
@@ -57,6 +60,56 @@ def test_a_healthy_engine_answers_parks_and_stops(engine: ScriptedEngine) -> Non
 def test_signs_of_life_are_no_answer(engine: ScriptedEngine) -> None:
     engine.start(30)
     assert engine.gate({}) == {"command": "gate"}
+
+
+@pytest.mark.parametrize(("command", "answered"), [("run", True), ("warmup", True), ("gate", False)])
+def test_signs_of_life_extend_only_what_limits_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, answered: bool
+) -> None:
+    """A sign of life after 6 and 12 s and the answer after 18 s, where 10 s are allowed."""
+    now, lines = 0.0, [b'{"alive": true}', b'{"alive": true}', b'{"ok": true, "value": 7}']
+    answers, child = os.pipe()
+
+    def select(*_: object) -> tuple[list[int], list[int], list[int]]:
+        nonlocal now
+        now += 6.0
+        os.write(child, lines.pop(0) + b"\n")
+        return [answers], [], []
+
+    monkeypatch.setattr(parent, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(parent, "select", SimpleNamespace(select=select))
+    engine = ScriptedEngine(EngineSetup("base", "m", (), {}), tmp_path / "log")
+    engine._process, engine._commands, engine._answers_fd = SimpleNamespace(), io.StringIO(), answers  # type: ignore[assignment]
+    try:
+        if answered:
+            assert engine._call(command, timeout_s=10.0) == 7
+        else:
+            with pytest.raises(EngineError, match="gate: no answer from the engine within 10 s"):
+                engine._call(command, timeout_s=10.0)
+    finally:
+        os.close(answers)
+        os.close(child)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("engine", [{}], indirect=True)
+def test_an_interrupt_while_the_engine_stops_leaves_nothing(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.start(30)
+    process = engine._process
+    assert process is not None
+    wait = process.wait
+
+    def interrupted(timeout: float | None = None) -> int:
+        monkeypatch.setattr(process, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.stop()
+    assert gone(process.pid)
+    assert not Path(engine._scratch.name).exists()
 
 
 @pytest.mark.fault
