@@ -65,6 +65,7 @@ class CellRun:
         index: int,
         position: int,
         session: str,
+        interleave: str,
         workload: BuiltWorkload,
         measure: MeasureConfig,
     ) -> None:
@@ -72,7 +73,7 @@ class CellRun:
         records = read_records(result["records"])
         row = summarise(
             records,
-            mode=workload.meta["load"]["mode"],
+            mode=result.get("mode") or workload.meta["load"]["mode"],
             load_status=result.get("status", "ok"),
             load_reason=result.get("reason"),
             options=MetricOptions(
@@ -90,6 +91,7 @@ class CellRun:
                 "round": index,
                 "position": position,
                 "session": session,
+                "interleave": interleave,
                 "status": status,
                 "reason": reason,
                 "wall_s": result.get("wall_s"),
@@ -106,15 +108,16 @@ class CellRun:
             with contextlib.suppress(OSError, ValueError):
                 self.frames.append(records_to_frame(read_records(source)).assign(round=index))
 
-    def add_costs(self, base: Mapping[int, float], basis: str) -> None:
-        """adapter_cost of every round that base has too; `basis` says how close in time the two were."""
-        for entry in self.rounds:
-            own, reference = entry["metrics"].get(THROUGHPUT), base.get(entry["round"])
-            if own is None or not reference:
-                continue
-            entry["adapter_cost"] = 1.0 - own / reference
-            entry["base_throughput"] = reference
-            entry["adapter_cost_basis"] = basis
+
+def add_costs(rounds: list[dict[str, Any]], base: Mapping[int, float], basis: str) -> None:
+    """adapter_cost of every round that base has too; `basis` says how close in time the two were."""
+    for entry in rounds:
+        own, reference = entry["metrics"].get(THROUGHPUT), base.get(entry["round"])
+        if own is None or not reference:
+            continue
+        entry["adapter_cost"] = 1.0 - own / reference
+        entry["base_throughput"] = reference
+        entry["adapter_cost_basis"] = basis
 
 
 def base_throughput(rounds: list[dict[str, Any]]) -> dict[int, float]:
@@ -126,16 +129,66 @@ def base_throughput(rounds: list[dict[str, Any]]) -> dict[int, float]:
     }
 
 
-def stored_base(plan: Plan, store: Store, cell: Cell) -> dict[str, Any] | None:
-    """The summary of the finished base cell that a cell is compared with; None where there is none."""
+def stored_base(plan: Plan, store: Store, cell: Cell, hardware: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The summary of the finished base cell that a cell measured on `hardware` (see `provenance.hardware`) is
+    compared with; None where there is none from such a machine."""
     for point in plan.points:
         cells = [c for group in point.groups for c in group.cells]
         if cell in cells:
             for other in cells:
                 if other.backend == "base" and other.case == cell.case:
                     summary = store.summary(other.name, other.hash)
-                    return summary if summary and summary["status"] == "complete" else None
+                    if summary is None or summary["status"] != "complete":
+                        return None
+                    return summary if same_machine(summary["environment"]["hardware"], hardware) else None
     return None
+
+
+def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two machines are alike in CPU, usable cores and GPUs, so that their throughputs can be compared."""
+
+    def parts(hardware: Mapping[str, Any]) -> list[Any]:
+        return [
+            hardware.get("cpu"),
+            hardware.get("cores"),
+            [g.get("name") for g in hardware.get("gpus") or ()],
+        ]
+
+    return parts(one) == parts(other)
+
+
+def fill_costs(plan: Plan, store: Store) -> int:
+    """Forms the adapter costs that stored complete cells lack and whose base is stored by now; returns how many.
+
+    A cell lacks its cost when base failed, or was another run's, while the cell was measured. Raises UserError
+    when the store cannot be written.
+    """
+    filled = 0
+    for cell in plan.cells:
+        if not _lacks_cost(plan, store, cell) or (claim := store.claim(cell.name)) is None:
+            continue
+        try:
+            # Looked at again: another run may have replaced the cell before it was claimed.
+            if (found := _lacks_cost(plan, store, cell)) is not None:
+                summary, base = found
+                add_costs(summary["rounds"], base_throughput(base["rounds"]), "other_session")
+                summary["intervals"] = intervals(summary["rounds"])
+                store.amend(cell.name, summary)
+                filled += 1
+        finally:
+            claim.release()
+    return filled
+
+
+def _lacks_cost(plan: Plan, store: Store, cell: Cell) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The summaries of a complete cell without adapter cost and of its base; None where nothing is to be done."""
+    summary = store.summary(cell.name, cell.hash)
+    if summary is None or summary["status"] != "complete":
+        return None
+    if any("adapter_cost" in entry for entry in summary["rounds"]):
+        return None
+    base = stored_base(plan, store, cell, summary["environment"]["hardware"])
+    return None if base is None else (summary, base)
 
 
 def summarise_cell(run: CellRun, start_state: dict[str, Any]) -> tuple[dict[str, Any], pd.DataFrame | None]:

@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from experiments import provenance
-from experiments.cells import CellRun, Failure, base_throughput, stored_base, summarise_cell
+from experiments.cells import (
+    CellRun,
+    Failure,
+    add_costs,
+    base_throughput,
+    fill_costs,
+    stored_base,
+    summarise_cell,
+)
 from experiments.claims import Claim
 from experiments.config import MeasureConfig
 from experiments.console import Console
@@ -22,7 +30,8 @@ from experiments.stopping import StopSignals
 from experiments.store import Store, to_run
 
 MOST_CRASHES = 2
-"""After so many deaths in a row an engine is not started again; its remaining cells fail at once."""
+"""After so many deaths with no round measured in between an engine is not started again; its remaining cells fail
+at once."""
 
 
 class Runner:
@@ -70,6 +79,7 @@ class Runner:
             try:
                 for point in self.plan.points:
                     self._run_point(point, logs)
+                self._fill_costs()
             finally:
                 with self._signals.shielded():
                     self._stop_all()
@@ -80,6 +90,12 @@ class Runner:
                     self.logger.close()
                     self.console.stop()
         return self.outcome
+
+    def _fill_costs(self) -> None:
+        with self._signals.shielded():
+            filled = fill_costs(self.plan, self.store)
+        if filled:
+            self.console.note(f"{filled} stored cells got the adapter cost that they had lacked a base for")
 
     def _run_point(self, point: Point, logs: Path) -> None:
         self._slots = [slot for group in point.groups if (slot := self._slot(group, logs)) is not None]
@@ -189,21 +205,23 @@ class Runner:
             return False
         self.console.phase(slot.group.variant, "start")
         began = time.perf_counter()
+        phase = "start"
         try:
             slot.engine = self.factory(slot.group, slot.log)
             slot.engine.start(self.measure.start_timeout_s)
             slot.start_s = time.perf_counter() - began
             slot.nodes = getattr(slot.engine, "nodes", [])
             if self.measure.gate.enabled and slot.gate is None:
-                self.console.phase(slot.group.variant, "gate")
+                phase = "gate"
+                self.console.phase(slot.group.variant, phase)
                 slot.gate = slot.engine.gate(
                     {"requests": self.measure.gate.requests, "tolerance": self.measure.gate.tolerance}
                 )
         except Exception as error:
-            slot.failure = Failure.of(error, "start" if slot.start_s is None else "gate")
+            slot.failure = Failure.of(error, phase)
             self._stop(slot)
             return False
-        if slot.gate is not None and not slot.gate["passed"]:
+        if slot.gate is not None and slot.gate["passed"] is False:
             slot.failure = Failure(
                 "incorrect",
                 "gate",
@@ -234,7 +252,8 @@ class Runner:
                 run.keep_records(getattr(error, "records", None), index)
                 raise
             workload = self.plan.workloads[run.cell.workload_hash]
-            run.add_round(result, index, position, self.session, workload, self.measure)
+            run.add_round(result, index, position, self.session, self.interleave, workload, self.measure)
+            run.slot.crashes = 0
 
         self._step(run, f"round {index + 1}/{self.measure.rounds}", measure)
         self.console.advance(1 if run.slot.recorded else 0)
@@ -265,16 +284,14 @@ class Runner:
         """Stores the cells of one case; ratios to base are formed here, round by round."""
         bases = [run for run in reference or runs if run.slot.group.backend == "base"]
         for run in runs:
-            if run.failure is None:
-                run.slot.crashes = 0
             if not run.slot.recorded:
                 continue
             own = [b for b in bases if b.cell.case == run.cell.case and b.failure is None]
-            stored = None if own else stored_base(self.plan, self.store, run.cell)
+            stored = None if own else stored_base(self.plan, self.store, run.cell, provenance.hardware())
             basis = "same_round" if self.measure.interleave != "off" else "not_interleaved"
-            run.add_costs(base_throughput(own[0].rounds) if own else {}, basis)
+            add_costs(run.rounds, base_throughput(own[0].rounds) if own else {}, basis)
             if stored is not None:
-                run.add_costs(base_throughput(stored["rounds"]), "other_session")
+                add_costs(run.rounds, base_throughput(stored["rounds"]), "other_session")
             summary, records = summarise_cell(run, self.start_state)
             with self._signals.shielded():  # what is measured is stored, even on the way out
                 self.store.write(run.cell.name, run.cell.identity, summary, records, run.slot.log)

@@ -17,12 +17,14 @@ class Engine(Protocol):
 
     def start(self, timeout_s: float) -> None: ...
     def gate(self, options: dict[str, Any]) -> dict[str, Any]:
-        """`{"passed": bool, "max_abs_error": float, "detail": str}`."""
+        """`{"passed": bool | None, "max_abs_error": float | None, "detail": str}`; passed is None where the outputs
+        could not be checked."""
         ...
 
     def warmup(self, workload_path: Path) -> None: ...
     def run(self, workload_path: Path, options: dict[str, Any]) -> dict[str, Any]:
-        """`{"records": parquet path or list of rows, "wall_s": float, "counters": dict}` of one round."""
+        """`{"records": parquet path or list of rows, "wall_s": float, "counters": dict}` of one round, with the load's
+        `"mode"` where it was not the workload's own."""
         ...
 
     def counters(self) -> dict[str, Any]: ...

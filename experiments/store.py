@@ -141,6 +141,23 @@ class Store:
                 raise
         return final
 
+    def amend(self, cell: str, summary: dict[str, Any]) -> None:
+        """Replaces the summary of a stored cell, which the caller has claimed, and leaves its other files.
+
+        Raises UserError when the disk is full or not writable; the former summary stays then.
+        """
+        file = self.path(cell) / "summary.json"
+        temporary = self._hidden("tmp", cell)
+        with _disk_errors(self.folder):
+            try:
+                temporary.mkdir()
+                _write_json(temporary / file.name, summary)
+                _sync(temporary / file.name)
+                os.replace(temporary / file.name, file)
+                _sync(file.parent)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+
     def _replace(self, temporary: Path, final: Path, cell: str) -> None:
         former = self._hidden("old", cell)
         with contextlib.suppress(FileNotFoundError):

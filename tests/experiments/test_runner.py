@@ -153,6 +153,53 @@ def test_a_failed_cell_is_retried_and_then_kept(fleet, tiny_run, tmp_path, scrip
     assert (tessa["adapter_cost_basis"] == "other_session").all()
 
 
+def stored(tmp_path: Path, backend: str) -> tuple[Path, dict[str, Any]]:
+    (file,) = (tmp_path / "results" / "tp_scaling").glob(f"{backend}-*/summary.json")
+    return file, json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("machine", ["the same", "another"])
+def test_costs_that_lacked_a_base_are_formed_once_it_is_there(
+    fleet, tiny_run, tmp_path, scripted_error, machine
+):
+    fleet.script["base", "run"] = lambda engine: (_ for _ in ()).throw(scripted_error("failed", "once"))
+    assert cli.execute(tiny_run(), factory=fleet) == 1
+    file, before = stored(tmp_path, "tessa")
+    assert before["status"] == "complete"
+    assert "adapter_cost" not in before["intervals"]
+    records = file.with_name("requests.parquet").read_bytes()
+    if machine == "another":
+        before["environment"]["hardware"]["cpu"] = "another CPU"
+        file.write_text(json.dumps(before))
+    fleet.script.clear()
+    fleet.calls.clear()
+    assert cli.execute(tiny_run(), factory=fleet) == 0
+    assert {backend for backend, _ in fleet.calls} == {"base"}
+    slora = frame_of(tmp_path).query("backend == 'slora'")
+    assert slora["adapter_cost"].to_numpy() == pytest.approx(0.5)
+    assert (slora["adapter_cost_basis"] == "other_session").all()
+    _, after = stored(tmp_path, "tessa")
+    assert file.with_name("requests.parquet").read_bytes() == records
+    if machine == "another":
+        assert after == before
+    else:
+        assert after["intervals"]["adapter_cost"]["centre"] == pytest.approx(0.1)
+        del after["intervals"]["adapter_cost"]
+        assert after["intervals"] == before["intervals"]
+    assert not list((tmp_path / "results").glob("tp_scaling/.claims/*.claim"))
+
+
+def test_a_base_of_another_machine_is_no_base(fleet, tiny_run, tmp_path):
+    cli.execute(tiny_run("backends=[base]"), factory=fleet)
+    file, summary = stored(tmp_path, "base")
+    summary["environment"]["hardware"]["cores"] += 1
+    file.write_text(json.dumps(summary))
+    assert cli.execute(tiny_run("backends=[base,tessa]"), factory=fleet) == 0
+    tessa = frame_of(tmp_path).query("backend == 'tessa'")
+    assert (tessa["status"] == "complete").all()
+    assert tessa["adapter_cost"].isna().all()
+
+
 def test_base_is_measured_again_beside_a_late_cell_when_asked(fleet, tiny_run, tmp_path, scripted_error):
     fleet.script["tessa", "start"] = lambda engine: (_ for _ in ()).throw(scripted_error("failed", "once"))
     cli.execute(tiny_run(), factory=fleet)
@@ -185,6 +232,33 @@ def test_a_failed_gate_is_incorrect_and_never_timed(fleet, tiny_run, tmp_path):
     assert fleet.count("tessa", "run") == 0
 
 
+def test_outputs_that_could_not_be_checked_do_not_count_as_passed(fleet, tiny_run, tmp_path):
+    fleet.gates["tessa"] = {
+        "passed": None,
+        "max_abs_error": None,
+        "detail": "not gated: no log-probabilities",
+    }
+    assert cli.execute(tiny_run(), factory=fleet) == 0
+    gates = frame_of(tmp_path).drop_duplicates("cell").set_index("backend")["gate"]
+    assert gates["base"] == "passed"
+    assert pd.isna(gates["tessa"])
+
+
+@pytest.mark.parametrize(("late", "status"), [("open_loop", "invalid"), (None, "complete")])
+def test_a_round_is_judged_by_the_mode_in_which_it_was_sent(fleet, tiny_run, tmp_path, late, status):
+    class Late(type(fleet(type("G", (), {"backend": "tessa"}), tmp_path / "x.log"))):
+        def run(self, path: Path, options: dict[str, Any]) -> dict[str, Any]:
+            result = super().run(path, options)
+            for record in result["records"]:
+                record.scheduled_s -= 5.0
+            return {**result, "mode": late}
+
+    cli.execute(tiny_run("backends=[tessa]"), factory=lambda g, log: Late(fleet, g.backend, log))
+    row = frame_of(tmp_path).iloc[0]
+    assert row["status"] == status
+    assert late is None or "schedule lag" in row["reason"]
+
+
 def test_a_dead_engine_is_started_again_for_the_next_workload(fleet, tiny_run, tmp_path, scripted_error):
     def fail_once(engine: Any) -> None:
         if fleet.count("tessa", "start") == 1:
@@ -210,6 +284,33 @@ def test_an_engine_that_always_dies_is_given_up(fleet, tiny_run, tmp_path, scrip
     reasons = frame_of(tmp_path).query("backend == 'tessa'").drop_duplicates("cell")["reason"]
     assert len(reasons) == 4
     assert reasons.str.contains("2 times in a row").sum() == 2
+
+
+def test_deaths_with_measured_rounds_between_them_are_not_in_a_row(fleet, tiny_run, tmp_path, scripted_error):
+    """Where each round starts its engines anew, cells are stored at the end only."""
+
+    def die(engine: Any) -> None:
+        if fleet.count("tessa", "run") in (1, 3):  # the first and the third of four cells
+            raise scripted_error("failed", "died")
+
+    fleet.script["tessa", "run"] = die
+    many = tiny_run("measure.interleave=restart")
+    many["grid"] = {"backends": ["base", "tessa"], "workload.seed": [1, 2, 3, 4]}
+    many["measure"]["caps"]["grid_values"] = None
+    assert cli.execute(many, factory=fleet) == 1
+    tessa = frame_of(tmp_path).query("backend == 'tessa'").drop_duplicates("cell")
+    assert sorted(tessa["status"]) == ["complete", "complete", "failed", "failed"]
+    assert set(tessa["reason"].dropna()) == {"round 1/2: died"}
+
+
+def test_a_failed_restart_is_called_a_start(fleet, tiny_run, tmp_path, scripted_error):
+    def fail_again(engine: Any) -> None:
+        if fleet.count("tessa", "start") == 2:
+            raise scripted_error("failed", "no room")
+
+    fleet.script["tessa", "start"] = fail_again
+    cli.execute(tiny_run("measure.interleave=restart"), factory=fleet)
+    assert frame_of(tmp_path).query("backend == 'tessa'")["reason"].tolist() == ["start: no room"]
 
 
 @pytest.mark.parametrize("mode", ["restart", "off"])
@@ -327,3 +428,5 @@ def test_engines_that_do_not_fit_side_by_side_start_anew_each_round(fleet, tiny_
     assert cli.execute(tiny_run(), factory=fleet) == 0
     assert fleet.count("slora", "start") == 2
     assert (frame_of(tmp_path)["status"] == "complete").all()
+    _, summary = stored(tmp_path, "slora")
+    assert [entry["interleave"] for entry in summary["rounds"]] == ["restart", "restart"]

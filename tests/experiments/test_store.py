@@ -55,6 +55,22 @@ def test_a_newer_cell_replaces_the_older(results):
     assert not (results.path("c") / "requests.parquet").exists()
 
 
+def test_a_summary_is_amended_alone_or_not_at_all(results, monkeypatch):
+    results.write("c", {"tp": 1}, summary(), RECORDS)
+    results.amend("c", {**results.summary("c"), "more": 1})
+    assert results.summary("c")["more"] == 1
+    assert sorted(p.name for p in results.path("c").iterdir()) == [
+        "config.json",
+        "requests.parquet",
+        "summary.json",
+    ]
+    break_at(monkeypatch, "summary.json", OSError(errno.ENOSPC, "full"))
+    with pytest.raises(UserError, match="full"):
+        results.amend("c", {**results.summary("c"), "more": 2})
+    assert results.summary("c")["more"] == 1
+    assert hidden(results) == []
+
+
 STEPS = ["mkdir", "config.json", "requests", "log", "summary.json", "sync", "first rename", "second rename"]
 
 
