@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.adapters import adapter_name
-from experiments.engine.gate import PROMPT_TOKENS, TOLERANCE, GateRequest, compare
+from experiments.engine.gate import PROMPT_TOKENS, TOLERANCE, GateRequest, compare, not_gated
 from experiments.engine.latency import slope_of_steps
 from experiments.engine.load_server import LoadServer
 from experiments.engine.setup import EngineSetup
@@ -113,12 +113,7 @@ class Server(LoadServer):
     async def gate(self, options: Mapping[str, Any]) -> dict[str, Any]:
         spec = self.setup.gate
         if spec is None:
-            return {
-                "passed": True,
-                "max_abs_error": None,
-                "reference": "none",
-                "detail": "no gate for this backend",
-            }
+            return not_gated("this backend has none")
         requests = [GateRequest(**r) for r in spec["requests"]]
         base = await self._probe([GateRequest(r.prompt, None) for r in requests])
         mixed = await self._probe(requests)
@@ -304,7 +299,7 @@ async def serve(server: Any, commands: Any, answers: Any) -> None:
 
 
 async def _beat(answers: Any) -> None:
-    """Tell the parent that a long command is under way; a load may last for hours and limits itself."""
+    """Tell the parent that a long command is under way (see `experiments.engine.parent.SELF_LIMITING`)."""
     while True:
         await asyncio.sleep(HEARTBEAT_S)
         answers.write(json.dumps({"alive": True}) + "\n")

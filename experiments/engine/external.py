@@ -25,7 +25,7 @@ from experiments import models
 from experiments.adapters import ensure_adapters
 from experiments.engine import build
 from experiments.engine import gate as gating
-from experiments.engine.http_gate import compare_continuations, not_gated
+from experiments.engine.http_gate import compare_continuations
 from experiments.engine.parent import EngineError, EngineProcess
 from experiments.engine.setup import EngineSetup, offline_env
 from tessa.backend import BackendSpec
@@ -201,7 +201,7 @@ class PunicaEngine(EngineProcess):
     def gate(self, options: dict[str, Any]) -> dict[str, Any]:
         """Greedy continuations against the merged weights; they are judged here, not in Punica's environment."""
         if self.setup.gate is None:
-            return not_gated("there is no reference")
+            return gating.not_gated("there is no reference")
         requests = [gating.GateRequest(**r) for r in self.setup.gate["requests"]]
         base = self._score([gating.GateRequest(r.prompt, None) for r in requests])
         mixed = self._score(requests)

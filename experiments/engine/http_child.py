@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.engine import child
-from experiments.engine.gate import NEW_TOKENS, TOLERANCE, GateRequest, compare
+from experiments.engine.gate import NEW_TOKENS, TOLERANCE, GateRequest, compare, not_gated
 from experiments.engine.http_client import OpenAIClient, ServerError, SLoraClient
-from experiments.engine.http_gate import compare_continuations, not_gated
+from experiments.engine.http_gate import compare_continuations
 from experiments.engine.load_server import LoadServer
 from experiments.engine.setup import EngineSetup
 from tessa.errors import UserError
@@ -94,7 +94,8 @@ class OpenAIServer(HttpServer):
                 return not_gated("the server gives no prompt_logprobs; try backend.options.gate=continuation")
             mixed = await self._probe(requests, with_prompt)
         except ServerError as error:
-            if "HTTP 4" in str(error):
+            # Any other refusal, as of a model's name or a key, is a failure.
+            if error.status in (400, 422) and "logprob" in str(error):
                 return not_gated(f"the server refused ({error})")
             raise
         if not all(output["logprobs"] for output in base):

@@ -25,7 +25,11 @@ MOST_ERROR_TEXT = 300
 
 
 class ServerError(RuntimeError):
-    """A server refused a request, broke its stream, or contradicts itself; one line."""
+    """A server refused a request, broke its stream, or contradicts itself; one line. `status`: HTTP's, of a refusal."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class HttpClient:
@@ -64,7 +68,9 @@ class HttpClient:
             async with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
-                    raise ServerError(f"HTTP {response.status_code} for {who}: {error_text(response)}")
+                    raise ServerError(
+                        f"HTTP {response.status_code} for {who}: {error_text(response)}", response.status_code
+                    )
                 self._open[request_id] = response
                 yield messages(response)
         except httpx.HTTPError as error:
@@ -338,7 +344,9 @@ def _message_of(answer: Any) -> str:
 
 def _json_of(response: httpx.Response, who: str) -> Any:
     if response.status_code != httpx.codes.OK:
-        raise ServerError(f"HTTP {response.status_code} for {who}: {error_text(response)}")
+        raise ServerError(
+            f"HTTP {response.status_code} for {who}: {error_text(response)}", response.status_code
+        )
     try:
         return response.json()
     except ValueError:

@@ -13,11 +13,6 @@ from typing import Any
 from experiments.engine.gate import GateRequest
 
 
-def not_gated(why: str) -> dict[str, Any]:
-    """The gate's answer where nothing can be compared."""
-    return {"passed": True, "max_abs_error": None, "reference": "none", "detail": f"not gated: {why}"}
-
-
 def compare_continuations(
     requests: Sequence[GateRequest],
     outputs: Sequence[Mapping[str, Any]],

@@ -12,15 +12,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from experiments.engine.gate import stamp
 from experiments.offload import publish, run_module
 
 
 def ensure_merged(model: Path, adapter: Path, cache: Path) -> Path:
-    """Folder of the merged model in ``cache``."""
-    key = hashlib.sha256(json.dumps([model.name, adapter.parent.name, adapter.name]).encode()).hexdigest()[
-        :16
-    ]
-    target = cache / "merged" / key
+    """Folder of the merged model in ``cache``, made anew where the weights of either have changed."""
+    parts = [[str(folder.resolve()), stamp(folder)] for folder in (model, adapter)]
+    target = cache / "merged" / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as scratch:

@@ -104,6 +104,9 @@ class FakeServer:
         if how == "refuse" or body["model"] not in [m["id"] for m in self.models]:
             error = {"message": f"The model `{body['model']}` does not exist.", "code": 404}
             return await send_json(writer, 404, {"error": error})
+        if how in ("no_logprobs", "odd"):
+            said = "prompt_logprobs is not supported" if how == "no_logprobs" else "the prompt must be a text"
+            return await send_json(writer, 400, {"error": {"message": said, "code": 400}})
         if how == "busy":
             return await send_json(writer, 503, {"detail": "no room"})
         if not body.get("stream"):

@@ -186,7 +186,7 @@ def test_a_server_that_ignores_the_adapters_fails_the_gate(
             "prompt_logprobs",
             "the server gives no prompt_logprobs; try backend.options.gate=continuation",
         ),
-        ("refuse", "prompt_logprobs", "the server refused (HTTP 404"),
+        ("no_logprobs", "prompt_logprobs", "the server refused (HTTP 400"),
         ("", "off", "backend.options.gate=off"),
     ],
 )
@@ -195,9 +195,20 @@ def test_what_the_server_cannot_answer_is_said_to_be_not_gated(
 ) -> None:
     with FakeServer(MODELS, all=how) as server:
         gate = started(make_engine(openai(server.url, gate=mode), tmp_path / "log", tmp_path)).gate({})
-    assert gate["passed"]
+    assert gate["passed"] is None
     assert gate["reference"] == "none"
     assert gate["detail"].startswith("not gated: " + detail)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(("how", "status"), [("refuse", 404), ("odd", 400)])
+def test_another_refusal_in_the_gate_is_a_failure(
+    started: Callable[..., Any], tmp_path: Path, how: str, status: int
+) -> None:
+    with FakeServer(MODELS, all=how) as server:
+        engine = started(make_engine(openai(server.url), tmp_path / "log", tmp_path))
+        with pytest.raises(EngineError, match=rf"gate: ServerError: HTTP {status}"):
+            engine.gate({})
 
 
 @pytest.mark.fault

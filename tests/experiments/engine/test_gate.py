@@ -80,4 +80,5 @@ def test_the_batch_mixes_both_ends_of_the_set_with_plain_requests() -> None:
     assert adapters.count(None) == 2
     assert {0, 63} <= set(adapters)
     assert requests == gate_requests(64, 512, 3, 6)
+    assert len({r.adapter for r in gate_requests(64, 512, 3, 12)} - {None}) == 12, "as many as were asked for"
     assert all(3 <= t < 512 for r in requests for t in r.prompt)
