@@ -52,6 +52,7 @@ def plan_run(config: RunConfig, device: str | None = None) -> Plan:
     longest = config.engine.max_model_len or model.max_model_len
     for workload in plan.workloads.values():
         assert isinstance(workload, Workload)
+        check_load(workload, config.measure.max_in_flight)
         need = int((workload.prompt_lengths + workload.output_tokens).max())
         if need > longest:
             raise UserError(
@@ -60,6 +61,23 @@ def plan_run(config: RunConfig, device: str | None = None) -> Plan:
                 f"model's {model.architecture.get('max_position_embeddings', longest)}."
             )
     return plan
+
+
+def check_load(workload: Workload, max_in_flight: int | None) -> None:
+    """Whether the load can be sent as its labels say. Raises UserError."""
+    mode, concurrency = workload.load_mode["mode"], workload.load_mode["concurrency"]
+    if max_in_flight is not None and mode != "all_at_once":
+        what = "would no longer be sent at its rate" if mode == "open_loop" else "has its own limit"
+        raise UserError(
+            f"measure.max_in_flight={max_in_flight} is for workloads whose requests come all at once; this one "
+            f"({mode.replace('_', ' ')}) {what}. Leave it out, or take workload=closed_loop with "
+            f"workload.arrivals.concurrency={max_in_flight}"
+        )
+    if concurrency is not None and concurrency > len(workload):
+        raise UserError(
+            f"workload.arrivals.concurrency={concurrency} needs as many requests, the workload has {len(workload)}: "
+            "raise workload.num_requests or lower the concurrency"
+        )
 
 
 def check_executor(config: RunConfig, device: str) -> None:
@@ -167,7 +185,7 @@ def execute(
     composed: DictConfig,
     mode: str = "run",
     factory: EngineFactory | None = None,
-    report: Callable[[Path, str, list[str]], object] | None = None,
+    report: studies.Report | None = None,
 ) -> int:
     """One job: `mode` is `run` or `status`. Returns the exit status; user mistakes are printed, not raised.
 
@@ -188,10 +206,10 @@ def _execute(
     config: RunConfig,
     mode: str,
     factory: EngineFactory | None,
-    report: Callable[[Path, str, list[str]], object] | None,
+    report: studies.Report | None,
 ) -> int:
     if config.kind != "serving":
-        return studies.execute(config, mode)
+        return studies.execute(config, mode, report)
     plan = plan_run(config)
     results = Path(config.paths.results).expanduser()
     looking = mode == "status" or config.dry_run

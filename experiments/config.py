@@ -377,7 +377,7 @@ def check(config: RunConfig) -> None:
 def check_nodes(config: RunConfig) -> None:
     """How the ranks are spread over machines. Raises UserError."""
     nodes = config.engine.nnodes if config.engine.nnodes is not None else 1
-    if int(config.engine.extra.get("pipeline_parallel_size", 1)) != 1:
+    if config.engine.extra.get("pipeline_parallel_size", 1) not in (1, "1"):
         raise UserError(
             "engine.extra.pipeline_parallel_size: stages are not supported, since vLLM 0.32 ends on prompt "
             "log-probabilities with them and so cannot be gated; use tp, over several machines with engine.nnodes"

@@ -34,9 +34,12 @@ def workload_spec(config: RunConfig) -> dict[str, Any]:
     workload.pop("name")
     workload["num_adapters"] = num_adapters(config)
     _cap(workload, "num_requests", caps.requests)
-    _cap(workload.get("arrivals"), "rate", caps.rate)
-    if caps.requests is not None and workload["duration_s"] is not None and workload["arrivals"]["rate"]:
-        _cap(workload, "duration_s", caps.requests / workload["arrivals"]["rate"])
+    _cap(workload["arrivals"], "rate", caps.rate)
+    # No more can be in flight than there are requests: the label must not say so either.
+    _cap(workload["arrivals"], "concurrency", caps.requests)
+    rate = (workload["arrivals"] or {}).get("rate")
+    if caps.requests is not None and rate:
+        _cap(workload, "duration_s", caps.requests / rate)
     for side in ("prompt_tokens", "output_tokens"):
         for key in ("value", "low", "high", "median"):
             _cap(workload.get(side), key, getattr(caps, side))
@@ -46,8 +49,8 @@ def workload_spec(config: RunConfig) -> dict[str, Any]:
         for side in ("prompt_tokens", "output_tokens"):
             trace[f"max_{side}"] = trace[f"max_{side}"] or getattr(caps, side)
             _cap(trace, f"max_{side}", getattr(caps, side))
-    if (slora := workload.get("slora")) is not None and caps.requests is not None:
-        slora["duration"] = min(slora["duration"], caps.requests / slora["req_rate"])
+    if (slora := workload.get("slora")) is not None and caps.requests is not None and slora["req_rate"]:
+        _cap(slora, "duration", caps.requests / slora["req_rate"])
     return _without_none(workload)
 
 

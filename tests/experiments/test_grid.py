@@ -130,11 +130,43 @@ def test_machines_of_an_engine_make_a_cell_and_their_addresses_do_not(plan):
         (("tp=2", "engine.nnodes=4"), "engine.nnodes=4 must divide the 2 ranks of tp=2"),
         (("tp=2", "engine.nnodes=0"), "engine.nnodes=0 must divide"),
         (("tp=2", "+engine.extra.pipeline_parallel_size=2"), "stages are not supported"),
+        (("tp=2", "+engine.extra.pipeline_parallel_size=two"), "stages are not supported"),
     ],
 )
 def test_ranks_that_cannot_be_spread_are_refused(plan, overrides, message):
     with pytest.raises(UserError, match=message):
         plan(*overrides)
+
+
+LOOP = ("workload=closed_loop", "measure.caps.requests=null")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("workload=poisson", "measure.max_in_flight=4"),
+            r"max_in_flight=4 .*\(open loop\) would no longer be",
+        ),
+        (("workload=closed_loop", "measure.max_in_flight=4"), r"\(closed loop\) has its own limit"),
+        ((*LOOP, "workload.num_requests=8"), r"concurrency=16 needs as many requests, the workload has 8"),
+        (("workload.arrivals=null", "workload.duration_s=5"), "the workload has no arrivals"),
+        (("workload=slora", "workload.slora.req_rate=0"), r"slora\.req_rate is 0.*number above 0"),
+    ],
+)
+def test_loads_that_cannot_be_sent_as_they_are_labelled_are_refused(plan, overrides, message):
+    with pytest.raises(UserError, match=message):
+        plan(*overrides, backends=["base"])
+
+
+def test_a_limit_in_flight_is_for_requests_that_come_all_at_once(plan):
+    (cell,) = plan("measure.max_in_flight=4", backends=["base"]).cells
+    assert cell.identity["measure"]["max_in_flight"] == 4
+
+
+def test_the_concurrency_is_no_more_than_the_requests(plan):
+    (cell,) = plan("workload=closed_loop", "measure.caps.requests=6", backends=["base"]).cells
+    assert (cell.labels["concurrency"], cell.labels["num_requests"]) == (6, 6)
 
 
 def test_ray_is_for_gpus_and_must_be_installed(composed, monkeypatch):
