@@ -1,8 +1,8 @@
 """Every metric's name, unit, definition and computation, side by side.
 
 Tables print the definitions from here (`lookup`). Percentiles interpolate linearly between order statistics
-(numpy's default). Latencies count from the *scheduled* time. "Requests" in a latency or throughput are those of status ok;
-failed ones count as misses in shares of all requests (SLO attainment, goodput, satisfaction).
+(numpy's default). Latencies count from the *scheduled* time. "Requests" in a latency or throughput are those of
+status ok; failed ones count as misses in shares of all requests (SLO attainment, goodput, satisfaction).
 """
 
 from __future__ import annotations
