@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +18,27 @@ NAMES = ("overview", "serving", "quality", "projection")
 
 @pytest.fixture
 def execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repo_root: Path) -> Any:
-    """Runs a notebook in a kernel of its own and returns it with its outputs."""
+    """Runs notebooks one after another in one kernel and returns the cells of each with their outputs."""
 
-    def run(name: str, results: Path | None) -> Any:
+    def run(results: Path, *names: str) -> list[list[Any]]:
         for variable, folder in (("JUPYTER_RUNTIME_DIR", "runtime"), ("IPYTHONDIR", "ipython")):
             monkeypatch.setenv(variable, str(tmp_path / folder))
         monkeypatch.setenv("PYTHONPATH", str(repo_root))
-        if results is None:
-            monkeypatch.delenv("TESSA_RESULTS", raising=False)
-        else:
-            monkeypatch.setenv("TESSA_RESULTS", str(results))
-        read = jupytext.read(FOLDER / f"{name}.py")
+        monkeypatch.setenv("TESSA_RESULTS", str(results))
+        read = [jupytext.read(FOLDER / f"{name}.py") for name in names]
+        joined = copy.copy(read[0])
+        joined.cells = [cell for one in read for cell in one.cells]
         NotebookClient(
-            read, timeout=120, kernel_name="python3", resources={"metadata": {"path": FOLDER}}
+            joined, timeout=120, kernel_name="python3", resources={"metadata": {"path": FOLDER}}
         ).execute()
-        return read
+        return [one.cells for one in read]
 
     return run
 
 
-def outputs(read: Any) -> tuple[str, int]:
+def outputs(cells: list[Any]) -> tuple[str, int]:
     """All printed text and tables, and the number of figures."""
-    found = [output for cell in read.cells for output in cell.get("outputs", [])]
+    found = [output for cell in cells for output in cell.get("outputs", [])]
     data = [output.get("data", {}) for output in found]
     text = [output.get("text", "") for output in found] + [entry.get("text/plain", "") for entry in data]
     return "\n".join(text), sum("image/png" in entry for entry in data)
@@ -69,19 +69,20 @@ def test_all_are_there_and_thin() -> None:
 def test_a_notebook_shows_a_users_results(
     execute: Any, complete_results: Path, name: str, figures: int, said: list[str]
 ) -> None:
-    text, images = outputs(execute(name, complete_results))
+    (cells,) = execute(complete_results, name)
+    text, images = outputs(cells)
     assert images >= figures
     for words in said:
         assert words in text
     assert "No cells are stored" not in text
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs_without_results_and_says_so(execute: Any, tmp_path: Path, name: str) -> None:
-    text, images = outputs(execute(name, tmp_path / "empty"))
-    assert "No cells are stored below" in text
-    assert "TESSA_RESULTS" in text
-    assert images == 0
+def test_every_notebook_runs_without_results_and_says_so(execute: Any, tmp_path: Path) -> None:
+    for name, cells in zip(NAMES, execute(tmp_path / "empty", *NAMES), strict=True):
+        text, images = outputs(cells)
+        assert "No cells are stored below" in text, name
+        assert "TESSA_RESULTS" in text, name
+        assert images == 0, name
 
 
 def test_out_of_the_box_it_is_the_reference(

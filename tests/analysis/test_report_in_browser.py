@@ -1,22 +1,32 @@
-"""The report as a browser shows it, on a desktop and on a phone: nothing overflows, nothing is fetched, images load."""
+"""Every figure, drawn once, and the report around them as a browser shows it on a desktop and on a phone: nothing
+overflows, nothing is fetched, images load."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import browser
 import pytest
 
+from analysis import figures, load
 from analysis.__main__ import main
 
 WIDTHS = {"desktop": 1280, "phone": 390}
 
 
 @pytest.fixture(scope="module")
-def pages(complete_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drawn(complete_results: Path, tmp_path_factory: pytest.TempPathFactory) -> figures.Drawn:
+    return figures.draw_all(load(complete_results), complete_results, tmp_path_factory.mktemp("figures"))
+
+
+@pytest.fixture(scope="module")
+def pages(complete_results: Path, drawn: figures.Drawn, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("report")
-    assert main(["report", str(complete_results), "--out", str(out)]) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(figures, "draw_all", lambda *_: drawn)
+        assert main(["report", str(complete_results), "--out", str(out)]) == 0
     return out
 
 
@@ -28,6 +38,26 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser
     shown = browser.Browser(program, tmp_path_factory.mktemp("profile"))
     yield shown
     shown.close()
+
+
+def test_every_experiment_has_its_figure(complete_results: Path, drawn: figures.Drawn) -> None:
+    """PNG, PDF and a caption that says experiment, provenance and command; nothing but the gaps is missing."""
+    said: dict[str, list[str]] = {}
+    for path in drawn.paths:
+        assert path.stat().st_size > 3000
+        assert path.with_suffix(".pdf").is_file()
+        caption = json.loads(path.with_suffix(".json").read_text())
+        assert caption["provenance"]
+        assert caption["caption"].startswith(caption["experiment"])
+        assert f"experiment={caption['experiment']}" in caption["command"]
+        said.setdefault(caption["experiment"], []).append(path.stem)
+    timed = ("collectives", "schedules")  # tables of benchmarks, which no experiment of conf/ writes
+    assert set(said) == set(figures.EXPERIMENTS) - set(timed)
+    frame = load(complete_results)
+    lost = frame[frame["status"] != "complete"]["folder"].nunique()
+    missing = [text for text in drawn.missing if not text.startswith(timed)]
+    assert len(missing) == lost
+    assert all("round 2/3: it broke" in text for text in missing)
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=list(WIDTHS))
