@@ -61,8 +61,13 @@ STEPS = (
     Step("layer_step", ("study.budget_s=150", "study.models=[llama-3.1-8b]", "study.rounds=3"), 3),
     Step("tp_scaling", ("tp=1", *FULL, *DECODE), 7),
     Step("tp_scaling", ("tp=2", *FULL, *DECODE), 8),
-    Step("breakdown", ("tp=2", *FULL), 6),
-    Step("popularity", (*SHORT, "measure.caps.grid_values=6"), 6),
+    # As many engines as fit into 24 GiB at once.
+    Step(
+        "breakdown",
+        ("tp=2", *FULL, "backends=[base,slora,'slora:communication=off','slora:compute=off',tessa]"),
+        7,
+    ),
+    Step("popularity", (*SHORT, "measure.caps.grid_values=4"), 5),
     Step("adapter_count", (*SHORT, "grid.adapters.count=[4,32]"), 6),
     Step(
         "budget_sweep",
@@ -75,7 +80,8 @@ STEPS = (
     Step(
         "batch_sweep",
         (
-            *SHORT,
+            *SHORT[:-1],
+            "backends=[base,slora,tessa,'tessa:schedule=wide']",
             "grid.workload.arrivals.concurrency=[1,8,32]",
             "grid.workload.prompt_tokens.value=[64]",
         ),
@@ -93,7 +99,7 @@ STEPS = (
         AZURE,
     ),
     Step("interconnect", (*SHORT, "grid.engine.added_latency_us=[0,200,1000]"), 4),
-    Step("quality", (), 30),
+    Step("quality", ("study.budgets=[1,4]",), 15),
     Step("collectives", ("--tp", "2"), 1, module="experiments.bench_collectives"),
     Step("schedules", ("--threads", "1"), 3, module="experiments.bench_schedules"),
     # Last, as it compares itself with the cells that were measured.

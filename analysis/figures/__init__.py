@@ -80,9 +80,9 @@ def draw(
 def _draw_trained(table: pd.DataFrame, folder: Path, reference: bool) -> list[Path]:
     """The figures of every quality experiment, from the rows that count."""
     paths = []
-    counts = table.groupby("experiment")["setting"].nunique() if len(table) else {}
+    studies = table[["experiment", "setting"]].drop_duplicates()["experiment"].value_counts().to_dict()
     for (experiment, setting), part in table.groupby(["experiment", "setting"], sort=False):
-        stem = str(experiment) if counts[experiment] == 1 else f"{experiment}_{setting}"
+        stem = str(experiment) if studies[experiment] == 1 else f"{experiment}_{setting}"
         said = {
             **_study(str(experiment), "measured", folder),
             "caption": f"{experiment}, {quality.note(part)}",

@@ -41,7 +41,7 @@ class BaseSettings:
     heads: int = 4
     head_dim: int = 32
     max_positions: int = 64
-    steps: int = 1200
+    steps: int = 700
     batch: int = 64
     learning_rate: float = 6e-3
     warmup: float = 0.03

@@ -156,7 +156,8 @@ class Pool:
                 with self._lock:
                     waiting.clear()
             elif kind == "done":
-                done(*content, number)
+                job, event = content
+                done(job, event, number)
             else:
                 seen(number, content)
         if trouble is not None:

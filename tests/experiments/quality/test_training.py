@@ -49,7 +49,7 @@ def test_cells_end_to_end_and_lm_eval_agrees(cache, tmp_path):
     assert (outcome.complete, outcome.failed) == (5, [])
     frame = load(tmp_path / "results")
     rows = quality.rows(frame)
-    assert set(rows["task"]) == {"sum_more", "ends", "previous", "to_west"}
+    assert set(rows["task"]) == {"plus_3", "reverse_next", "to_west", "to_east"}
     assert rows["value"].between(0, 1).all()
     assert (rows["examples"] == 8).all()
     assert (frame[frame["role"] == "search"]["examples"] == 4).all()
