@@ -37,7 +37,7 @@ def test_the_script_needs_torch_numpy_and_pandas_alone(repo_root: Path, tmp_path
     assert done.stdout.strip().splitlines()[-1] == "48 rows complete"
     frame = pd.read_csv(tmp_path / "rows" / "rows.csv")
     assert set(frame.status) == {"complete"}
-    assert {file.name for file in (tmp_path / "rows").iterdir()} == {
+    assert {file.name for file in (tmp_path / "rows").iterdir() if not file.name.startswith(".")} == {
         "rows.csv", "environment.json", "spec.json", "kernels.log", "layer_step.log",
     }  # fmt: skip
 
