@@ -212,12 +212,12 @@ def from_layer_step(results: Path) -> dict[str, list[Evidence]]:
             if slora is not None:
                 add("C6", "tessa", tp, slora.get("step_s", np.nan) / tessa.get("step_s", np.nan))
             if tp > 1:
-                other = np.nan if slora is None else slora.get("collectives_per_step", np.nan)
+                other = np.nan if slora is None else slora.get("adapter_collectives_per_step", np.nan)
                 add(
                     "C4",
                     "tessa",
                     tp,
-                    tessa.get("collectives_per_step", np.nan),
+                    tessa.get("adapter_collectives_per_step", np.nan),
                     reference=other,
                     reference_tp=tp,
                 )

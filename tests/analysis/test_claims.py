@@ -205,7 +205,7 @@ def test_layer_step_and_projection_are_evidence_of_their_own_kind(tmp_path, stor
         return {
             "variant": variant, "tp": tp, "phase": "decode", "sweep": "tp", "status": "complete", "model": "m",
             "device": "a GPU", "dtype": "bfloat16", "scale": 1, "step_s": seconds, "adapter_cost": cost,
-            "adapter_cost_kernels": 0.9, "collectives_per_step": collectives,
+            "adapter_cost_kernels": 0.9, "adapter_collectives_per_step": collectives,
         }  # fmt: skip
 
     rows = [row("slora", tp, 4.0 * tp, 0.1 * tp, 8 * (tp > 1)) for tp in (1, 4)]
@@ -227,7 +227,7 @@ def test_layer_step_and_projection_are_evidence_of_their_own_kind(tmp_path, stor
             "sweep": "tp", "custom_all_reduce": True, "gpu": "h100", "model": "m", "tp": tp, "backend": backend,
             **{f"adapter_cost{end}": 0.3 * tp for end in ("", "_low", "_high")},
             **{f"speedup_over_slora{end}": 1.0 + tp for end in ("", "_low", "_high")},
-            "parameter_share": 0.004, "collectives_per_step": 0.0,
+            "parameter_share": 0.004, "adapter_collectives_per_step": 0.0,
         }
         for tp in (1, 2) for backend in ("punica", "slora", "tessa")
     ]  # fmt: skip
