@@ -1,4 +1,4 @@
-"""Starts one engine as a run would, and writes its gate, its answers and its counters: `OUT.json OVERRIDE...`."""
+"""Starts one engine as a run would, and writes its gate, its counters and its nodes: `OUT.json OVERRIDE...`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def main(out: str, *overrides: str) -> None:
         engine.start(1800)
         said = {
             "gate": engine.gate({}),
-            "probes": engine._call("probe", requests=engine.setup.gate["requests"])["outputs"],
             "counters": engine.counters(),
             "nodes": getattr(engine, "nodes", []),
         }

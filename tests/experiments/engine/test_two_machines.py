@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from analysis import load
-from experiments import cli
+from experiments import cli, models
 from experiments.engine.processes import mapped
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -146,15 +146,11 @@ class Watch:
 def test_two_machines_answer_as_one(
     hosts: tuple[Host, Host], cache: Path, tmp_path: Path, repo_root: Path
 ) -> None:
-    """Gate and greedy tokens of TESSA at TP 2 over two machines equal those of one."""
+    """TESSA at TP 2 over two machines gives the outputs of merged weights, with the collectives of one machine."""
     first, second = hosts
     watch = Watch(hosts)
-    probe, output, meeting = (
-        str(Path(__file__).parent / "probe_engine.py"),
-        tmp_path / "out",
-        tmp_path / "run.json",
-    )
-    common = (*TINY, "tp=2", f"paths.cache={cache}")
+    probe, said = str(Path(__file__).parent / "probe_engine.py"), tmp_path / "said.json"
+    output, meeting = tmp_path / "out", tmp_path / "run.json"
     os.environ["TESSA_NODES_FILE"] = str(meeting)
     try:
         other = second.start(
@@ -162,7 +158,7 @@ def test_two_machines_answer_as_one(
         )
         spread = ("engine.nnodes=2", f"engine.master_addr={first.address}")
         leader = first.start(
-            probe, str(tmp_path / "two.json"), *common, *spread, output=output, cwd=repo_root
+            *(probe, str(said), *TINY, "tp=2", f"paths.cache={cache}", *spread), output=output, cwd=repo_root
         )
     finally:
         del os.environ["TESSA_NODES_FILE"]
@@ -170,30 +166,17 @@ def test_two_machines_answer_as_one(
     assert other.wait(300) == 0, (tmp_path / "node").read_text()
     assert "the run is over" in (tmp_path / "node").read_text()
     watch.nothing_is_left()
-    alone = subprocess.run(
-        [sys.executable, probe, str(tmp_path / "one.json"), *common],
-        cwd=repo_root,
-        capture_output=True,
-        text=True,
-    )
-    assert alone.returncode == 0, alone.stderr[-3000:]
 
-    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
-    assert one["nodes"] == []
-    assert [node["rank"] for node in two["nodes"]] == [1]
-    assert two["nodes"][0]["address"] == second.address
-    for said in (one, two):
-        assert said["gate"]["passed"], said["gate"]
-        assert said["gate"]["max_abs_error"] < 1e-4
-    assert len(one["probes"]) >= 4
-    assert [p["tokens"] for p in one["probes"]] == [p["tokens"] for p in two["probes"]]
-    for a, b in zip(one["probes"], two["probes"], strict=True):
-        assert b["prompt_logprobs"] == pytest.approx(a["prompt_logprobs"], abs=1e-4)
-    for counted in ("collectives_per_step", "adapter_kernels_per_step", "adapter_bytes_per_rank"):
-        assert one["counters"][counted] == two["counters"][counted], counted
+    answer = json.loads(said.read_text())
+    assert [node["rank"] for node in answer["nodes"]] == [1]
+    assert answer["nodes"][0]["address"] == second.address
+    assert answer["gate"]["passed"], answer["gate"]
+    assert answer["gate"]["max_abs_error"] < 1e-4
+    # The base model's alone: after the embedding, and after o and down of each layer.
+    assert answer["counters"]["all_reduces_per_step"] == 1 + 2 * models.load_named("tiny").num_layers
+    assert answer["counters"]["collectives_per_step"] == answer["counters"]["all_reduces_per_step"]
     # Over two machines the ranks cannot meet in shared memory.
-    log = (tmp_path / "two.log").read_text()
-    assert "falling back to torch.distributed" in log
+    assert "falling back to torch.distributed" in said.with_suffix(".log").read_text()
 
 
 @pytest.mark.fault
