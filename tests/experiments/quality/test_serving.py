@@ -96,7 +96,7 @@ def setup_for(
     }
     measure = MeasureConfig(name="test", gate=GateConfig(enabled=False))
     made = build_setup(RunConfig(name="test", tp=TP, model=model, measure=measure), engine, cache)
-    return dataclasses.replace(made, adapters=tuple(map(str, folders)), gate=gate)
+    return dataclasses.replace(made, adapters=tuple(map(str, folders)), gate=gate, fork=True)
 
 
 @pytest.mark.parametrize("backend", list(TRIALS))

@@ -142,6 +142,7 @@ def test_the_delta_runs_beside_an_8_bit_base(cache: Path, tmp_path: Path) -> Non
         },
         env={**cpu_env(1), "HF_HUB_OFFLINE": "1"},
         gate={"requests": [dataclasses.asdict(r) for r in requests], "expected": None},
+        fork=True,
     )
     engine = EngineProcess(setup, tmp_path / "log")
     try:

@@ -261,6 +261,7 @@ def test_the_harness_measures_the_running_server(server: Server, tmp_path: Path,
         ("shape", "was trained on a weight of"),
         ("lora", "only 'TESSA' adapters are read"),
         ("pickle", "pickled weights"),
+        ("cut off", "is not a readable safetensors file"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_rest_is_served(
@@ -281,8 +282,11 @@ def test_what_does_not_fit_is_refused_and_the_rest_is_served(
             (folder / "adapter_config.json").write_text(
                 json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]})
             )
-        else:
+        elif kind == "pickle":
             (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+        else:
+            weights = folder / "adapter_model.safetensors"
+            os.truncate(weights, weights.stat().st_size // 2)
     response = server.load(f"bad-{kind}", folder)
     assert response.status_code >= 400
     assert message in response.text
