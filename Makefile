@@ -9,7 +9,7 @@ WORKERS ?= 2
 
 help:
 	@echo "make demo       tensor-parallel comparison of all backends on the CPU, table and figure at the end"
-	@echo "make test       lint, types and the whole test set (PYTEST_ARGS='-m \"not engine\"' for the quick part)"
+	@echo "make test       lint, types and the whole test set (PYTEST_ARGS='-m \"not engine and not slurm\"' for the quick part)"
 	@echo "make reference  the reference results from a clean commit, about 100 minutes on 2 cores (REFERENCE_ARGS=--list)"
 	@echo "make setup      only create or repair .venv"
 	@echo "make lint       ruff and mypy"
@@ -40,7 +40,7 @@ typecheck: setup
 
 # pytest comes last, so that its closing line is the last line.
 test: lint typecheck
-	$(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) --durations=30 $(PYTEST_ARGS)
 
 format: setup
 	$(PY) -m ruff check --fix .

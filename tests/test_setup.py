@@ -200,13 +200,36 @@ def test_stamp_follows_lock_and_project(setup_env: ModuleType, tmp_path: Path, n
     assert before != setup_env.fingerprint(tmp_path, tmp_path / ".venv")
 
 
-def test_environment_that_cannot_be_used_is_made_anew(setup_env: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("says", "anew"), [(None, True), ("exit 1", True), ("exit 0", False)], ids=["absent", "no pip", "good"]
+)
+def test_environment_that_cannot_be_used_is_made_anew(
+    setup_env: ModuleType,
+    repo_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    says: str | None,
+    anew: bool,
+) -> None:
     """What a killed `python -m venv` leaves: folders, but no interpreter or no pip."""
-    assert not setup_env.works(tmp_path / "bin" / "python")
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    assert not setup_env.works(broken)
+
+    class NextStep(Exception):
+        pass
+
+    def stop(site: Path) -> None:
+        raise NextStep
+
+    (tmp_path / "bin").mkdir()
+    if says is not None:
+        python = tmp_path / "bin" / "python"
+        python.write_text(f"#!/bin/sh\n{says}\n")
+        python.chmod(0o755)
+    made: list[Path] = []
+    monkeypatch.setattr(setup_env, "create_venv", made.append)
+    monkeypatch.setattr(setup_env, "sweep_leftovers", stop)
+    with pytest.raises(NextStep):
+        setup_env.install(repo_root, tmp_path)
+    assert made == ([tmp_path] if anew else [])
 
 
 def test_wrong_python_is_refused_with_advice(repo_root: Path) -> None:
@@ -276,6 +299,17 @@ def test_both_commands_set_up_first(repo_root: Path, target: str) -> None:
     assert all(line.startswith(".venv/bin/python ") for line in lines[1:])
     plan = run(["make", "-n", target, f"PY={sys.executable}"])
     assert "setup.sh" not in plan.stdout
+
+
+def test_the_longest_test_files_come_first(repo_root: Path, pytestconfig: pytest.Config) -> None:
+    """Every file with an engine or a cluster is among them, and pytest-xdist keeps their order."""
+    names = load_script(repo_root / "tests" / "conftest.py").LONGEST
+    tests = repo_root / "tests"
+    costly = re.compile(r"pytest\.mark\.(engine|slurm)\b")
+    found = {str(f.relative_to(tests)) for f in tests.rglob("test_*.py") if costly.search(f.read_text())}
+    assert found <= set(names)
+    assert all((tests / name).is_file() for name in names)
+    assert not pytestconfig.getoption("loadscopereorder")
 
 
 def test_shipped_files_hold_no_machine_paths(repo_root: Path) -> None:

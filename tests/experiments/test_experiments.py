@@ -1,11 +1,13 @@
 """Every serving experiment at `model=tiny measure=smoke` on real engines.
 
 The experiments run through `experiments.cli` as run.py does. Engines with the same identity are shared between them:
-most experiments differ in their workloads alone, so that the whole file needs five starts of seconds to a minute each.
+most experiments differ in their workloads alone, so that the whole file needs five starts of half a minute each.
+Their processes are forked, so times mean nothing here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +48,7 @@ class Pool:
                 self.resting.pop(key).stop()
             self.starts += 1
             engine = make_engine(group, log, self.cache)
+            engine.setup = dataclasses.replace(engine.setup, fork=True)
             try:
                 engine.start(timeout_s)
             except BaseException:
@@ -167,18 +170,17 @@ def test_breakdown(run: Callable[..., pd.DataFrame]) -> None:
 
 
 def test_interconnect(run: Callable[..., pd.DataFrame]) -> None:
-    """A decode step gets longer by the added latency times its collectives; the engines are those of `breakdown`."""
+    """Every collective of the load is delayed, and those of a decode step are counted; the engines are those of
+    `breakdown`. What a delay does to a step's time: tests/experiments/engine/test_latency.py."""
     variants = ("slora:communication=off", "slora:compute=off")
     chosen = ",".join(f"'{variant}'" for variant in variants)
-    frame = run("interconnect", f"backends=[{chosen}]", "engine.enforce_eager=null", cells=4)
-    assert sorted(frame["added_latency_us"].unique()) == [0, 2000]
+    axis = "grid.engine.added_latency_us=[0,100]"
+    frame = run("interconnect", f"backends=[{chosen}]", "engine.enforce_eager=null", axis, cells=4)
+    assert sorted(frame["added_latency_us"].unique()) == [0, 100]
     layers = 2
     # The sampler's gather of logits is a collective of the step too, outside of the model's forward.
     expected = dict(zip(variants, (2 + 2 * layers, 2 + 6 * layers), strict=True))
     for variant, rows in frame.groupby("variant"):
         assert (rows["step_collectives"] == expected[str(variant)]).all()
         assert (rows["engine_collectives"] == expected[str(variant)] * rows["engine_steps"]).all()
-        slope = rows.loc[rows["added_latency_us"] == 2000, "latency_slope"].iloc[0]
-        assert slope / expected[str(variant)] == pytest.approx(1, abs=0.35)
-    slow = frame[frame["added_latency_us"] == 2000].groupby("variant")["tpot_s_p50"].mean()
-    assert slow[variants[1]] > slow[variants[0]]
+        assert rows.loc[rows["added_latency_us"] == 100, "latency_slope"].notna().all()
