@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.image import imread
 
-from analysis import claims, figures, style, tables
+from analysis import claims, figures, quality, style, tables
 from analysis.figures import marks
 from analysis.load import load, summaries
 from tessa.errors import UserError
@@ -78,6 +78,7 @@ def block(frame: pd.DataFrame, results: Path, drawn: list[str], folder: str) -> 
     scaling = clean[clean["experiment"] == "tp_scaling"]
     parts = [_source(clean, results)]
     parts += [_scaling(part) for part in _parts(scaling)]
+    parts.append(_quality(clean))
     parts.append(_claims(claims.table(frame, results, reference=True)))
     if drawn:
         images = (f'<img src="{folder}/{name}" alt="{Path(name).stem}" width="48%">' for name in drawn)
@@ -173,6 +174,20 @@ def _scaling(part: pd.DataFrame) -> str:
         rows.append("| " + " | ".join([*cells, ", ".join(marks.commits(mine)) or "–"]) + " |")
     what = f"{tables.describe(part)}; {_rounds(part)} rounds:"
     return what + "\n\n" + "\n".join(rows)
+
+
+def _quality(frame: pd.DataFrame) -> str:
+    """The quality experiment: a row per structure and budget, its mean over tasks beside LoRA's."""
+    mine = frame[frame["experiment"] == "quality"]
+    table = quality.table(mine) if len(mine) else pd.DataFrame()
+    if quality.MEAN not in table:
+        return ""
+    heads = ["structure", "r", "params", quality.MEAN, "- LoRA", "p", "in LoRA's"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in table[heads].itertuples(index=False)]
+    return f"quality, {figures.quality.note(quality.rows(mine))}; {quality.DEFINITIONS}:\n\n" + "\n".join(
+        lines
+    )
 
 
 _COLUMNS = (

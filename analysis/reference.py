@@ -115,7 +115,7 @@ def _text(value: dict[str, Any], where: str) -> str:
     """JSON with a line per key and per round: small, and its diffs can be read."""
 
     def line(key: str, item: Any) -> str:
-        if key == "rounds":
+        if key == "rounds" and isinstance(item, list):
             inner = ",\n".join(f"  {json.dumps(entry, ensure_ascii=False)}" for entry in item)
             return f'"rounds": [\n{inner}\n ]' if item else '"rounds": []'
         return f"{json.dumps(key)}: {json.dumps(item, ensure_ascii=False)}"

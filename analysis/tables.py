@@ -69,7 +69,7 @@ def settings(frame: pd.DataFrame) -> list[pd.DataFrame]:
 def interval(part: pd.DataFrame, column: str, level: float = 0.95) -> stats.Interval:
     """Centre and interval over the complete rounds; adapter cost from ratios within rounds.
 
-    A cost against base's rounds of another session has no pairs, and so no interval.
+    A cost against a base that was not measured in the same rounds has no pairs, and so no interval.
     """
     good = part[part["status"] == "complete"]
     values = good[column].astype(float).to_numpy() if column in good else np.empty(0)
@@ -200,7 +200,7 @@ def definitions() -> str:
     lines = [
         f"{heads[m.name].split()[0] if m.distribution else heads[m.name]} = {m.definition}" for m in seen
     ]
-    lines.append("‡ = base was measured in another session, so the cost has no interval")
+    lines.append("‡ = base was not measured in the same rounds, so the cost has no interval")
     lines.append(
         "± is half the 95 % t interval over the rounds; latencies are means over rounds of the percentile"
     )

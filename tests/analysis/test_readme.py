@@ -8,7 +8,7 @@ import analysis_store
 import matplotlib.pyplot as plt
 import pytest
 
-from analysis import readme
+from analysis import load, readme
 from analysis.__main__ import main
 from tessa.errors import UserError
 
@@ -96,3 +96,11 @@ def test_an_empty_set_says_how_to_fill_it(tmp_path: Path, capsys: pytest.Capture
 def test_the_readme_is_what_the_reference_set_gives(repo_root: Path) -> None:
     found = readme.differences(repo_root / "README.md", repo_root / readme.REFERENCE)
     assert not found, "write them anew with `python -m analysis readme`:\n" + "\n".join(found)
+
+
+def test_quality_stands_beside_lora(tmp_path: Path) -> None:
+    analysis_store.quality(tmp_path / "results", 0.1)
+    text = readme.block(load(tmp_path / "results"), tmp_path / "results", [], "figures")
+    (row,) = (line for line in text.splitlines() if line.startswith("| TESSA across, random | 4 |"))
+    assert row.endswith("| yes |")
+    assert "3 seeds" in text
