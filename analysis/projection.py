@@ -18,8 +18,6 @@ from analysis.load import load, summaries
 from tessa.errors import UserError
 
 FOLDER = "projection"
-_FORMER = {"collectives_per_step": "adapter_collectives_per_step"}
-"""What tables of schema version 1 call a column, by a name that elsewhere holds the base model's collectives too."""
 SHOWN = ("base_enabled", "punica", "slora", "bd_lora", "tessa")
 SWEEPS = {
     "batch": "sequences in the batch",
@@ -56,7 +54,7 @@ def read(results_dir: str | Path, table: str = "projection") -> pd.DataFrame:
     path = Path(results_dir) / FOLDER / f"{table}.parquet"
     if not path.is_file():
         raise UserError(f"no projection at {path}; make it with: python run.py experiment=projection")
-    return pd.read_parquet(path).rename(columns=_FORMER)
+    return pd.read_parquet(path)
 
 
 def claims(frame: pd.DataFrame, custom_all_reduce: bool = True) -> pd.DataFrame:

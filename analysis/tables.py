@@ -83,9 +83,14 @@ def interval(part: pd.DataFrame, column: str, level: float = 0.95) -> stats.Inte
 
 def paired(part: pd.DataFrame) -> bool:
     """Whether every adapter cost was formed with base's throughput in the same round."""
+    return bool(in_same_round(part[part["adapter_cost"].notna()]).all())
+
+
+def in_same_round(part: pd.DataFrame) -> pd.Series:
+    """True for each row whose adapter cost was formed with base's throughput in the same round."""
     if "adapter_cost_basis" not in part:
-        return True
-    return bool((part.loc[part["adapter_cost"].notna(), "adapter_cost_basis"] == "same_round").all())
+        return pd.Series(True, index=part.index)
+    return part["adapter_cost_basis"] == "same_round"
 
 
 def end_table(frame: pd.DataFrame) -> pd.DataFrame:

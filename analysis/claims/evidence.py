@@ -76,8 +76,7 @@ def lora_cost(frame: pd.DataFrame) -> list[Evidence]:
     for part in tables.settings(frame):
         for backend in LORA:
             mine = part[(part["variant"] == backend) & part["adapter_cost"].notna()]
-            if "adapter_cost_basis" in mine:
-                mine = mine[mine["adapter_cost_basis"] == "same_round"]
+            mine = mine[tables.in_same_round(mine)]
             if len(mine):
                 cases.append((mine, backend))
     found = []

@@ -117,7 +117,7 @@ def split(part: pd.DataFrame) -> Figure | None:
 def _milliseconds(rows: pd.DataFrame) -> pd.Series:
     good = rows[(rows["status"] == "complete") & rows["output_tokens_per_s"].notna()]
     # Rounds of different sessions are no pairs.
-    index = pd.MultiIndex.from_frame(good[["session", "repeat"]])
+    index = pd.MultiIndex.from_frame(good.reindex(columns=["session", "repeat"]))
     return pd.Series(1e3 / good["output_tokens_per_s"].to_numpy(float), index=index)
 
 

@@ -190,6 +190,11 @@ def test_breakdown_adds_up(full):
     assert [s.piece for s in breakdown.shares(alone)] == ["base", "base", breakdown.SUM]
 
 
+def test_a_breakdown_without_any_result_has_no_pieces(tmp_path):
+    analysis_store.write_cell(tmp_path, "base", [], 2, "failed", experiment="breakdown")
+    assert breakdown.split(of(load(tmp_path / "results"), "breakdown")) is None
+
+
 def test_quality_has_a_panel_per_task_and_one_for_their_mean(full_results):
     table = scores.with_mean(scores.rows(load(full_results)))
     figure = quality.draw(table)[""]

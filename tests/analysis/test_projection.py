@@ -37,14 +37,6 @@ def test_a_projection_names_its_commit(results: Path) -> None:
     assert "pandas" in said["packages"]
 
 
-def test_a_table_of_before_is_read(results: Path, tmp_path: Path) -> None:
-    now = projection.read(results)
-    former = {new: old for old, new in projection._FORMER.items()}
-    (tmp_path / "projection").mkdir()
-    now.rename(columns=former).to_parquet(tmp_path / "projection" / "projection.parquet")
-    assert projection.claims(projection.read(tmp_path)).equals(projection.claims(now))
-
-
 def test_draw_writes_png_pdf_and_the_table(results: Path, tmp_path: Path) -> None:
     paths = projection.draw(results, tmp_path / "figures")
     assert all(path.is_file() and path.stat().st_size > 0 for path in paths)
