@@ -61,10 +61,10 @@ def test_cells_end_to_end_and_lm_eval_agrees(cache, tmp_path):
     kept = {path.name.split("-r4")[0] for path in (tmp_path / "adapters").iterdir()}
     assert {"lora", "tessa-across-gradient"} <= kept
     base, adapter = base_folder(cache), next((tmp_path / "adapters").glob("tessa-*"))
-    (prompt, answer) = skills.distinct("previous", "test", 1)[0]
+    (prompt, answer) = skills.distinct("plus_3", "test", 1)[0]
     scored = lm_eval(base, adapter, prompt, answer, tmp_path)
-    own = rows[(rows["method"] == "tessa") & (rows["task"] == "previous")]["value"].item()
-    assert scored["tessa_previous"]["exact_match,none"] == pytest.approx(own)
+    own = rows[(rows["method"] == "tessa") & (rows["task"] == "plus_3")]["value"].item()
+    assert scored["tessa_plus_3"]["exact_match,none"] == pytest.approx(own)
     adapted = perplexity(base, adapter, prompt, answer)
     assert abs(perplexity(base, None, prompt, answer) / adapted - 1) > 0.02
     assert scored["one_answer"]["perplexity,none"] == pytest.approx(adapted, rel=1e-3)
@@ -85,7 +85,7 @@ def lm_eval(base: Path, adapter: Path, prompt: str, answer: str, folder: Path) -
     command = [
         *(sys.executable, "-m", "tessa.lm_eval", "run", "--model", "hf", "--device", "cpu"),
         *("--model_args", f"pretrained={base},peft={adapter},dtype=float32", "--batch_size", "8"),
-        *("--tasks", "tessa_previous,one_answer", "--include_path", str(folder / "tasks"), "--limit", "8"),
+        *("--tasks", "tessa_plus_3,one_answer", "--include_path", str(folder / "tasks"), "--limit", "8"),
         *("--output_path", str(folder / "out.json")),
     ]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
