@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 from tests_support import model_values
+from warm import WarmEngine
 
 from experiments import models
 from experiments.adapters import AdapterSet, ensure_adapters
@@ -30,6 +31,7 @@ from tessa.ops.schedule import MODES
 MODEL = "tiny_gqa"  # 8 heads over 2 KV heads: at TP 4 two ranks share each KV head
 SPEC = models.load_named(MODEL)
 LORA = ("plain_lora", "punica", "slora", "bd_lora")
+WITHOUT_ADAPTERS = ("base", "base_enabled", "merged")
 SLOTS = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -111,7 +113,7 @@ def setup_for(
     }
     measure = MeasureConfig(name="test", gate=GateConfig(enabled=folders is None))
     config = RunConfig(name="test", tp=tp, model=model_values(MODEL), measure=measure)
-    setup = dataclasses.replace(build_setup(config, engine, cache), fork=True)
+    setup = build_setup(config, engine, cache)
     if folders is None:
         return setup
     requests = requests_over(*range(len(folders))) if batch is None else batch
@@ -124,7 +126,7 @@ class Running:
     """An engine for the length of a block."""
 
     def __init__(self, setup: EngineSetup, log: Path) -> None:
-        self.engine = EngineProcess(setup, log)
+        self.engine = WarmEngine(setup, log)
 
     def __enter__(self) -> EngineProcess:
         try:
@@ -173,6 +175,17 @@ def check_lora(backend: str, tp: int, cache: Path, folder: Path) -> None:
     if backend in ("punica", "slora"):
         # Shrink once per fused layer, expand once per projection: 4 + 7 products.
         assert counters["adapter_gemms_per_step"] == 11 * SPEC.num_layers, counters
+
+
+def check_without_adapters(backend: str, tp: int, cache: Path, folder: Path) -> None:
+    """Outputs equal the reference; collectives are the base model's, whether adapters are possible or not."""
+    with Running(setup_for(backend, tp, cache), folder / "log") as engine:
+        result = engine.gate({})
+        counters = engine.counters()
+    assert result["passed"], result
+    assert result["max_abs_error"] < 1e-4
+    check_collectives(counters, backend, tp)
+    assert (counters["adapter_bytes_per_rank"] > 0) == (backend == "base_enabled")
 
 
 def check_tessa(tp: int, cache: Path, folder: Path) -> None:

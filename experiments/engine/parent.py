@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from baselines import get_backend
 from experiments.engine.processes import MARK, ProcessTree
@@ -91,15 +92,7 @@ class EngineProcess:
             **self.setup.env,
         }
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*self.command(), str(setup_file), str(child_in), str(child_out)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                pass_fds=(child_in, child_out),
-                start_new_session=True,
-            )
+            self._process = self.launch([str(setup_file)], environment, log, (child_in, child_out))
         os.close(child_in)
         os.close(child_out)
         self._tree = ProcessTree(self._process.pid, self._scratch.name)
@@ -107,6 +100,20 @@ class EngineProcess:
         self._answers_fd = parent_in
         self.started = self._call("start", timeout_s=timeout_s)
         self._tree.remember_shared_memory()
+
+    def launch(
+        self, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes], pipes: tuple[int, int]
+    ) -> subprocess.Popen[bytes]:
+        """Start the child, in a session of its own, with the pipes of its commands and answers."""
+        return subprocess.Popen(
+            [*self.command(), *arguments, *map(str, pipes)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            pass_fds=pipes,
+            start_new_session=True,
+        )
 
     def gate(self, options: dict[str, Any]) -> dict[str, Any]:
         return self._call("gate", options=options)

@@ -2,12 +2,11 @@
 
 The experiments run through `experiments.cli` as run.py does. Engines with the same identity are shared between them:
 most experiments differ in their workloads alone, so that the whole file needs five starts of half a minute each.
-Their processes are forked, so times mean nothing here.
+Their processes are forked, so times mean nothing here (`warm`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from omegaconf import DictConfig
+from warm import WarmEngine
 
 from analysis import load
 from experiments import cli
@@ -47,8 +47,7 @@ class Pool:
             for key in list(self.resting)[:-1]:
                 self.resting.pop(key).stop()
             self.starts += 1
-            engine = make_engine(group, log, self.cache)
-            engine.setup = dataclasses.replace(engine.setup, fork=True)
+            engine = WarmEngine(make_engine(group, log, self.cache).setup, log)
             try:
                 engine.start(timeout_s)
             except BaseException:

@@ -13,10 +13,11 @@ import pytest
 from backend_cases import (
     LORA,
     MIXTURE,
+    WITHOUT_ADAPTERS,
     Running,
-    check_collectives,
     check_lora,
     check_tessa,
+    check_without_adapters,
     mixture,
     setup_for,
 )
@@ -37,15 +38,10 @@ def test_tessa_equals_merged_weights_and_adds_no_collective(tp: int, cache: Path
     check_tessa(tp, cache, tmp_path)
 
 
-@pytest.mark.parametrize("backend", ["base", "base_enabled", "merged"])
-def test_backends_without_adapters(backend: str, cache: Path, tmp_path: Path) -> None:
-    with Running(setup_for(backend, 2, cache), tmp_path / "log") as engine:
-        result = engine.gate({})
-        counters = engine.counters()
-    assert result["passed"], result
-    assert result["max_abs_error"] < 1e-4
-    check_collectives(counters, backend, 2)
-    assert (counters["adapter_bytes_per_rank"] > 0) == (backend == "base_enabled")
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("backend", WITHOUT_ADAPTERS)
+def test_backends_without_adapters(backend: str, tp: int, cache: Path, tmp_path: Path) -> None:
+    check_without_adapters(backend, tp, cache, tmp_path)
 
 
 @pytest.mark.parametrize("placement", ["across", "along"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from backend_cases import LORA, check_lora, check_tessa
+from backend_cases import LORA, WITHOUT_ADAPTERS, check_lora, check_tessa, check_without_adapters
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -19,3 +19,8 @@ def test_lora_equals_merged_weights_and_costs_what_its_structure_says(
 
 def test_tessa_equals_merged_weights_and_adds_no_collective(cache: Path, tmp_path: Path) -> None:
     check_tessa(4, cache, tmp_path)
+
+
+@pytest.mark.parametrize("backend", WITHOUT_ADAPTERS)
+def test_backends_without_adapters(backend: str, cache: Path, tmp_path: Path) -> None:
+    check_without_adapters(backend, 4, cache, tmp_path)

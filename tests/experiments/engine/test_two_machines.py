@@ -143,47 +143,14 @@ class Watch:
         assert not [name for name in self.segments if Path(name).exists()]
 
 
-def test_two_machines_answer_as_one(
-    hosts: tuple[Host, Host], cache: Path, tmp_path: Path, repo_root: Path
-) -> None:
-    """TESSA at TP 2 over two machines gives the outputs of merged weights, with the collectives of one machine."""
-    first, second = hosts
-    watch = Watch(hosts)
-    probe, said = str(Path(__file__).parent / "probe_engine.py"), tmp_path / "said.json"
-    output, meeting = tmp_path / "out", tmp_path / "run.json"
-    os.environ["TESSA_NODES_FILE"] = str(meeting)
-    try:
-        other = second.start(
-            "-m", "experiments.engine.node", str(meeting), output=tmp_path / "node", cwd=repo_root
-        )
-        spread = ("engine.nnodes=2", f"engine.master_addr={first.address}")
-        leader = first.start(
-            *(probe, str(said), *TINY, "tp=2", f"paths.cache={cache}", *spread), output=output, cwd=repo_root
-        )
-    finally:
-        del os.environ["TESSA_NODES_FILE"]
-    watch.until(lambda: leader.poll() == 0, leader, output)
-    assert other.wait(300) == 0, (tmp_path / "node").read_text()
-    assert "the run is over" in (tmp_path / "node").read_text()
-    watch.nothing_is_left()
-
-    answer = json.loads(said.read_text())
-    assert [node["rank"] for node in answer["nodes"]] == [1]
-    assert answer["nodes"][0]["address"] == second.address
-    assert answer["gate"]["passed"], answer["gate"]
-    assert answer["gate"]["max_abs_error"] < 1e-4
-    # The base model's alone: after the embedding, and after o and down of each layer.
-    assert answer["counters"]["all_reduces_per_step"] == 1 + 2 * models.load_named("tiny").num_layers
-    assert answer["counters"]["collectives_per_step"] == answer["counters"]["all_reduces_per_step"]
-    # Over two machines the ranks cannot meet in shared memory.
-    assert "falling back to torch.distributed" in said.with_suffix(".log").read_text()
-
-
 @pytest.mark.fault
-def test_the_death_of_the_second_machine_is_a_row(
+def test_two_machines_answer_as_one_until_the_second_dies(
     hosts: tuple[Host, Host], cache: Path, tmp_path: Path, repo_root: Path
 ) -> None:
-    """It dies in the second of two workloads. The first keeps its result, the second has the reason."""
+    """TESSA at TP 2 over both gives the outputs of merged weights, with the collectives of one machine.
+
+    The second dies in the second of two workloads: the first keeps its result, the second has the reason.
+    """
     first, second = hosts
     watch = Watch(hosts)
     results, output, meeting = tmp_path / "results", tmp_path / "out", tmp_path / "run.json"
@@ -210,6 +177,16 @@ def test_the_death_of_the_second_machine_is_a_row(
     frame = load(results).drop_duplicates("cell").set_index("status")
     assert sorted(frame.index) == ["complete", "failed"], output.read_text()[-4000:]
     assert (frame["nnodes"] == 2).all()
+    row = frame.loc["complete"]
+    summary = json.loads((results / "tp_scaling" / row["cell"] / "summary.json").read_text())
+    assert summary["gate"]["passed"], summary["gate"]
+    assert summary["gate"]["max_abs_error"] < 1e-4
+    assert [(node["rank"], node["address"]) for node in summary["nodes"]] == [(1, second.address)]
+    # The base model's alone: after the embedding, and after o and down of each layer.
+    assert row["collectives_per_step"] == 1 + 2 * models.load_named("tiny").num_layers
+    # Over two machines the ranks cannot meet in shared memory.
+    assert "falling back to torch.distributed" in (results / row["log"]).read_text()
+
     row = frame.loc["failed"]
     assert "node 1 (" in row["reason"]
     assert second.address in row["reason"]

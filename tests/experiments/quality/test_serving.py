@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import WarmEngine
 
 from experiments.config import ALL_MODULES, GateConfig, MeasureConfig, RunConfig
 from experiments.engine.build import build_setup
 from experiments.engine.gate import NEW_TOKENS, GateRequest
-from experiments.engine.parent import EngineProcess
 from experiments.engine.setup import EngineSetup
 from experiments.quality import skills
 from experiments.quality.spec import QualitySpec, Structure, Trial
@@ -96,7 +96,7 @@ def setup_for(
     }
     measure = MeasureConfig(name="test", gate=GateConfig(enabled=False))
     made = build_setup(RunConfig(name="test", tp=TP, model=model, measure=measure), engine, cache)
-    return dataclasses.replace(made, adapters=tuple(map(str, folders)), gate=gate, fork=True)
+    return dataclasses.replace(made, adapters=tuple(map(str, folders)), gate=gate)
 
 
 @pytest.mark.parametrize("backend", list(TRIALS))
@@ -105,7 +105,7 @@ def test_greedy_answers_equal_those_of_the_training_stack(backend, bench, cache,
     requests = questions(bench)
     expected = answers(bench, folders, requests)
     gate = {"requests": [dataclasses.asdict(r) for r in requests], "expected": expected}
-    engine = EngineProcess(setup_for(bench, backend, folders, gate, cache), tmp_path / "log")
+    engine = WarmEngine(setup_for(bench, backend, folders, gate, cache), tmp_path / "log")
     try:
         engine.start(600)
         result = engine.gate({"requests": len(requests), "tolerance": None})

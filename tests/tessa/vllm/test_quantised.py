@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from warm import WarmEngine
 
 from experiments import models
 from experiments.adapters import AdapterSet, make
 from experiments.engine import gate as gating
 from experiments.engine.build import cpu_env
-from experiments.engine.parent import EngineProcess
 from experiments.engine.setup import EngineSetup
 from tessa.adapter_io import read_adapter
 
@@ -142,9 +142,8 @@ def test_the_delta_runs_beside_an_8_bit_base(cache: Path, tmp_path: Path) -> Non
         },
         env={**cpu_env(1), "HF_HUB_OFFLINE": "1"},
         gate={"requests": [dataclasses.asdict(r) for r in requests], "expected": None},
-        fork=True,
     )
-    engine = EngineProcess(setup, tmp_path / "log")
+    engine = WarmEngine(setup, tmp_path / "log")
     try:
         engine.start(600)
         outputs = engine._call("probe", requests=[dataclasses.asdict(r) for r in requests])
