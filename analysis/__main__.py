@@ -147,9 +147,9 @@ def _figures(args: argparse.Namespace) -> int:
     frame = load(args.results_dir, args.experiment)
     folder = args.out or args.results_dir / "figures"
     wanted = figures.EXPERIMENTS if args.experiment is None else (args.experiment,)
-    if frame.empty:
-        print(f"no stored cells below {args.results_dir}; run an experiment first")
     done = figures.draw_all(frame, args.results_dir, folder, args.reference, wanted)
+    if frame.empty and not done.paths:
+        print(f"no stored cells below {args.results_dir}; run an experiment first")
     for path in done.paths:
         print(path)
     for text in done.missing:

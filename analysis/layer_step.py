@@ -103,7 +103,7 @@ def _title(frame: pd.DataFrame) -> str:
     first = frame.iloc[0]
     scale = f", widths divided by {int(first.scale)}" if first["scale"] > 1 else ""
     where = f"one rank's kernels on {first.machine}, {first['dtype']}{scale}"
-    return f"Emulated: {where}; collectives left out; bands: least and most of the rounds"
+    return f"Emulated: {where};\ncollectives left out; bands: least and most of the rounds"
 
 
 def cost_over_tp(frame: pd.DataFrame) -> Figure:

@@ -124,7 +124,7 @@ def speedup_over_tp(frame: pd.DataFrame, custom_all_reduce: bool = True) -> Figu
 def _panels(
     part: pd.DataFrame, column: str, label: str, scale: float, backends: tuple[str, ...], bound: bool
 ) -> Figure:
-    gpus, models = sorted(part.gpu.unique()), sorted(part.model.unique())
+    gpus, models = sorted(part.gpu.unique()), list(part.model.unique())
     with plt.rc_context(style.RC):
         figure, grid = plt.subplots(
             len(gpus),
@@ -193,7 +193,7 @@ def shares_over_tp(frame: pd.DataFrame, gpu: str = "h100") -> Figure:
     adapters' collectives take.
     """
     part = frame[(frame.sweep == "tp") & frame.custom_all_reduce & (frame.gpu == gpu)]
-    models, shown = sorted(part.model.unique()), SHOWN[1:]
+    models, shown = list(part.model.unique()), SHOWN[1:]
     with plt.rc_context(style.RC):
         figure, grid = plt.subplots(
             2,
@@ -314,5 +314,5 @@ def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
 
 def _first(frame: pd.DataFrame) -> tuple[str, str]:
     """GPU and model of the crossover figure: H100 and Llama-3.1-8B where they are there, else the first of each."""
-    gpus, models = sorted(frame.gpu.unique()), sorted(frame.model.unique())
+    gpus, models = sorted(frame.gpu.unique()), list(frame.model.unique())
     return ("h100" if "h100" in gpus else gpus[0], "llama-3.1-8b" if "llama-3.1-8b" in models else models[0])

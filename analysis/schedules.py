@@ -45,7 +45,7 @@ def over_adapters(rows: pd.DataFrame) -> Figure:
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
         f"One layer of {first['model']}, TP {first['tp']:g}, rank-equivalent {first['rank']:g}, {tokens} tokens, "
-        f"{first['threads']:g} thread(s), measured on {first['machine']}",
+        f"{first['threads']:g} thread{'s' if first['threads'] > 1 else ''}, measured on {first['machine']}",
         fontsize=8,
     )
     return figure
@@ -59,9 +59,7 @@ def _lines(axes: Axes, table: pd.DataFrame, x: str) -> None:
     axes.plot(table[x], rule, "o", ms=9, mfc="none", mec="black", label="the rule's choice")
     axes.axhline(1, color=style.COLOURS["base"], lw=0.8, label="base products alone")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
     axes.set_xticks(list(table[x]), [f"{v:g}" for v in table[x]])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:

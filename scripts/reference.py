@@ -58,7 +58,7 @@ class Step:
 
 AZURE = "AzureLLMInferenceTrace_conv.csv"
 STEPS = (
-    Step("layer_step", ("study.budget_s=150", "study.models=[llama-3.1-8b]", "study.rounds=3"), 3),
+    Step("layer_step", ("study.rounds=3",), 8),
     Step("tp_scaling", ("tp=1", *FULL, *DECODE), 7),
     Step("tp_scaling", ("tp=2", *FULL, *DECODE), 8),
     # As many engines as fit into 24 GiB at once.
@@ -72,10 +72,10 @@ STEPS = (
     Step(
         "budget_sweep",
         (
-            *(*SHORT, "grid.adapters.rank_equivalent=[2,16]"),
+            *("tp=2", *FULL, *DECODE, "backends=[base,slora,tessa]", "grid.adapters.rank_equivalent=[4,16]"),
             "grid.adapters.target_modules=[[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]]",
         ),
-        6,
+        9,
     ),
     Step(
         "batch_sweep",
@@ -84,6 +84,15 @@ STEPS = (
             "backends=[base,slora,tessa,'tessa:schedule=wide']",
             "grid.workload.arrivals.concurrency=[1,8,32]",
             "grid.workload.prompt_tokens.value=[64]",
+        ),
+        6,
+    ),
+    # Nearly all of the work is prompts.
+    Step(
+        "batch_sweep",
+        (
+            *(*SHORT, "grid.workload.arrivals.concurrency=[32]", "grid.workload.prompt_tokens.value=[512]"),
+            *("workload.output_tokens.value=8", "measure.caps.prompt_tokens=512"),
         ),
         6,
     ),
@@ -98,8 +107,8 @@ STEPS = (
         9,
         AZURE,
     ),
-    Step("interconnect", (*SHORT, "grid.engine.added_latency_us=[0,200,1000]"), 4),
-    Step("quality", ("study.budgets=[1,4]",), 15),
+    Step("interconnect", (*SHORT, "grid.engine.added_latency_us=[0,500,2000]"), 5),
+    Step("quality", (), 30),
     Step("collectives", ("--tp", "2"), 1, module="experiments.bench_collectives"),
     Step("schedules", ("--threads", "1"), 3, module="experiments.bench_schedules"),
     # Last, as it compares itself with the cells that were measured.

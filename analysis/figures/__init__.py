@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from analysis import collectives, schedules, style, sweeps
 from analysis import interconnect as latencies
 from analysis import quality as scores
-from analysis.figures import breakdown, interconnect, quality, rate, replay, scaling
+from analysis.figures import breakdown, interconnect, marks, quality, rate, replay, scaling
 from analysis.figures.save import about, caption, save, write_caption
 from tessa.errors import UserError
 
@@ -176,20 +176,20 @@ def _draw_study(experiment: str, results: Path, folder: Path) -> list[Path]:
 
 
 def _study(experiment: str, kind: str, results: Path) -> dict[str, object]:
-    """The caption of a figure from a study's own tables; their commit stands in `environment.json`, if anywhere."""
-    commits = "not recorded in its rows"
-    caption = f"{experiment}, {kind}"
-    try:
-        git = json.loads((results / experiment / "environment.json").read_text(encoding="utf-8"))["git_start"]
-        commits = f"{git['sha']}{'+changes' if git['dirty'] else ''}"
-        caption += f"; commit {str(git['sha'])[:7]}{'+changes' if git['dirty'] else ''}"
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    """The caption of a figure from a study's own tables; their commits stand in the rows or in `environment.json`."""
+    table, environment = results / experiment / "rows.csv", results / experiment / "environment.json"
+    rows = pd.DataFrame({"git_sha": [], "git_dirty": []})
+    if table.is_file():
+        rows = pd.read_csv(table, dtype={"git_sha": str})
+    elif environment.is_file():
+        rows = pd.DataFrame([json.loads(environment.read_text(encoding="utf-8"))["git_start"]])
+        rows = rows.rename(columns={"sha": "git_sha", "dirty": "git_dirty"})
+    caption = f"{experiment}, {kind}; commit {', '.join(marks.commits(rows)) or 'unknown'}"
     return {
         "experiment": experiment,
         "caption": caption,
         "command": _BENCHMARKS.get(experiment, f"python run.py experiment={experiment}"),
         "redraw": "python -m analysis figures",
         "provenance": [kind],
-        "commits": commits,
+        "commits": sorted(str(sha) for sha in rows["git_sha"].dropna().unique()),
     }

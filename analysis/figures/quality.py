@@ -83,11 +83,9 @@ def _curve(panel: Axes, kind: str, mine: Sequence[quality.Point], curves: Sequen
         return
     x = [p.params for p in mine]
     centre = np.array([100 * p.score.centre for p in mine])
-    low = np.nan_to_num([100 * (p.score.centre - p.score.low) for p in mine])
-    high = np.nan_to_num([100 * (p.score.high - p.score.centre) for p in mine])
     panel.errorbar(
-        x, centre, yerr=[low, high], color=colour, ls=line, marker=style.MARKERS[BACKENDS[method]], ms=4, lw=1.1,
-        capsize=1.5, elinewidth=0.7, label=label,
+        x, centre, yerr=np.transpose([_bars(p) for p in mine]), color=colour, ls=line,
+        marker=style.MARKERS[BACKENDS[method]], ms=4, lw=1.1, capsize=1.5, elinewidth=0.7, label=label,
     )  # fmt: skip
     off = [i for i, p in enumerate(mine) if not p.matched]
     panel.plot(
@@ -99,6 +97,14 @@ def _curve(panel: Axes, kind: str, mine: Sequence[quality.Point], curves: Sequen
         mfc="white",
         mec=colour,
     )
+
+
+def _bars(point: quality.Point) -> tuple[float, float]:
+    """Lengths of the interval's two halves in percent, cut where no score can lie; zero without an interval."""
+    score = point.score
+    if not np.isfinite(score.low):
+        return 0.0, 0.0
+    return 100 * (score.centre - max(score.low, 0.0)), 100 * (min(score.high, 1.0) - score.centre)
 
 
 def side_by_side(table: pd.DataFrame, budget: float, what: str) -> Figure:
@@ -121,12 +127,9 @@ def side_by_side(table: pd.DataFrame, budget: float, what: str) -> Figure:
     for panel, task in zip(axes, tasks, strict=False):
         for y, kind in enumerate(kinds):
             (point,) = [p for p in found if p.task == task and p.structure == kind]
-            error = None
-            if np.isfinite(point.score.low):
-                error = [[50 * (point.score.high - point.score.low)]] * 2
             colour = style.colour(BACKENDS[kind.partition(" ")[0]])
             panel.barh(
-                [y], [100 * point.score.centre], 0.75, xerr=error, color=colour,
+                [y], [100 * point.score.centre], 0.75, xerr=np.transpose([_bars(point)]), color=colour,
                 alpha=1.0 if point.matched else 0.5, error_kw={"elinewidth": 0.7, "capsize": 1.5},
             )  # fmt: skip
         panel.set_yticks(range(len(kinds)), [quality.name(kind) for kind in kinds])
@@ -156,4 +159,4 @@ def note(table: pd.DataFrame) -> str:
     seeds = adapted.groupby(["structure", "rank_equivalent", "task"], dropna=False)["seed"].nunique()
     count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
     commits = ", ".join(marks.commits(table)) or "unknown"
-    return f"measured; {count} seeds; bars: 95 % interval over seeds; commit {commits}"
+    return f"measured; {count} seeds; bars: 95 % interval over seeds, cut at 0 and 100 %; commit {commits}"

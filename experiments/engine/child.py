@@ -26,7 +26,7 @@ from tessa.vllm.lifetime import die_with_parent
 
 COUNTED_STEPS = 8
 COUNTED_REQUESTS = 8
-CHECKED_STEPS, CHECKS = 12, 2
+CHECKED_STEPS, CHECKS = 24, 3
 HEARTBEAT_S = 30.0
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from analysis import schedules
+from analysis.__main__ import main
 from experiments import bench_schedules
 from tessa.errors import UserError
 
@@ -47,7 +49,9 @@ def test_the_rules_regret_is_over_the_better_schedule_of_each_layer(rows: pd.Dat
     assert (one["wide_layers"], two["wide_layers"]) == (0, 2)
 
 
-def test_the_figure_has_both_schedules_and_the_choice(rows: pd.DataFrame, tmp_path: Path) -> None:
+def test_the_figure_has_both_schedules_and_the_choice(
+    rows: pd.DataFrame, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     figure = schedules.over_adapters(rows)
     left, right = figure.axes
     drawn = {line.get_label(): list(line.get_ydata()) for line in left.lines}
@@ -57,8 +61,13 @@ def test_the_figure_has_both_schedules_and_the_choice(rows: pd.DataFrame, tmp_pa
     assert list(right.lines[0].get_xdata()) == [1, 2]
     folder = tmp_path / schedules.FOLDER
     folder.mkdir()
-    rows.to_csv(folder / "rows.csv", index=False)
-    assert [path.name for path in schedules.draw(tmp_path, tmp_path)] == ["schedules.png", "schedules.pdf"]
+    rows.assign(git_sha="c" * 40, git_dirty=True).to_csv(folder / "rows.csv", index=False)
+    capsys.readouterr()
+    assert main(["figures", str(tmp_path), "--experiment", "schedules", "--out", str(tmp_path / "o")]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "o" / "schedules.png")]
+    said = json.loads((tmp_path / "o" / "schedules.json").read_text())
+    assert said["caption"] == "schedules, measured; commit ccccccc+changes"
+    assert said["commits"] == ["c" * 40]
 
 
 def test_a_short_run_is_stored_with_its_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
