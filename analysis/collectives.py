@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import files, style
+from analysis import files, studies, style
 from experiments.projection.links import per_layer, predict
 from tessa.errors import UserError
 
@@ -20,12 +20,12 @@ COLOURS = {"all_reduce": "#0072B2", "all_gather": "#E69F00", "gather": "#009E73"
 NAMES = {"shm": "shared memory", "gloo": "gloo, loopback", "gloo_netns": "gloo, two network namespaces"}
 
 
-def read(results_dir: str | Path) -> pd.DataFrame:
-    """The stored rows; UserError names the command that makes them."""
+def read(results_dir: str | Path, reference: bool = False) -> pd.DataFrame:
+    """The stored rows, or those that may be a reference; UserError names the command that makes them."""
     path = Path(results_dir) / FOLDER / "rows.csv"
     if not path.is_file():
         raise UserError(f"no timed collectives at {path}; make them with: {COMMAND}")
-    return pd.read_csv(path)
+    return studies.counted(pd.read_csv(path, dtype={"git_sha": str}), path.parent, reference)
 
 
 def errors(results_dir: str | Path) -> dict[str, float | int | None]:
@@ -107,9 +107,9 @@ def over_size(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
+def draw(results_dir: str | Path, out_dir: str | Path, reference: bool = False) -> list[Path]:
     """The figure as PNG and PDF; returns the paths."""
-    rows = read(results_dir)
+    rows = read(results_dir, reference)
     with plt.rc_context(style.RC):
         figure = over_size(rows)
     return files.write(figure, Path(out_dir), "collectives")

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import files, style
+from analysis import files, studies, style
 from tessa.errors import UserError
 
 FOLDER = "layer_step"
@@ -29,12 +29,12 @@ AXES = {
 }
 
 
-def read(results_dir: str | Path) -> pd.DataFrame:
-    """All rows; UserError names the command that makes them."""
+def read(results_dir: str | Path, reference: bool = False) -> pd.DataFrame:
+    """All rows, or those that may be a reference; UserError names the command that makes them."""
     path = Path(results_dir) / FOLDER / "rows.csv"
     if not path.is_file():
         raise UserError(f"no layer step at {path}; make it with: python run.py experiment=layer_step")
-    return pd.read_csv(path)
+    return studies.counted(pd.read_csv(path, dtype={"git_sha": str}), path.parent, reference)
 
 
 def newest(frame: pd.DataFrame) -> pd.DataFrame:
@@ -148,9 +148,9 @@ def sweeps(frame: pd.DataFrame, model: str) -> Figure:
     return figure
 
 
-def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
+def draw(results_dir: str | Path, out_dir: str | Path, reference: bool = False) -> list[Path]:
     """All figures of the layer step as PNG and PDF, of the `newest` rows; returns the paths."""
-    frame, out = newest(read(results_dir)), Path(out_dir)
+    frame, out = newest(read(results_dir, reference)), Path(out_dir)
     figures = {"layer_step_tp": cost_over_tp(frame)}
     for model in dict.fromkeys(frame.model):
         mine = frame[frame.model == model]

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import collectives, files, interconnect, style
+from analysis import collectives, files, interconnect, studies, style
 from analysis.load import load, summaries
 from tessa.errors import UserError
 
@@ -49,12 +49,12 @@ def validation(
     }
 
 
-def read(results_dir: str | Path, table: str = "projection") -> pd.DataFrame:
-    """One table of the projection; UserError names the command that makes it."""
+def read(results_dir: str | Path, table: str = "projection", reference: bool = False) -> pd.DataFrame:
+    """One table of the projection; UserError names its command, or says that it cannot be a reference."""
     path = Path(results_dir) / FOLDER / f"{table}.parquet"
     if not path.is_file():
         raise UserError(f"no projection at {path}; make it with: python run.py experiment=projection")
-    return pd.read_parquet(path)
+    return studies.counted(pd.read_parquet(path), path.parent, reference)
 
 
 def claims(frame: pd.DataFrame, custom_all_reduce: bool = True) -> pd.DataFrame:
@@ -290,9 +290,9 @@ def validation_figure(ops: pd.DataFrame, slora: pd.DataFrame) -> Figure:
     return figure
 
 
-def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
+def draw(results_dir: str | Path, out_dir: str | Path, reference: bool = False) -> list[Path]:
     """All figures of the projection as PNG and PDF, and the claims table as CSV; returns the paths."""
-    frame, out = read(results_dir), Path(out_dir)
+    frame, out = read(results_dir, reference=reference), Path(out_dir)
     figures = {
         "projection_cost": cost_over_tp(frame),
         "projection_cost_nccl_only": cost_over_tp(frame, custom_all_reduce=False),

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import files, style
+from analysis import files, studies, style
 from experiments.schedule_costs import summary
 from tessa.errors import UserError
 
@@ -20,12 +20,12 @@ COMMAND = "python -m experiments.bench_schedules"
 SCHEDULES = {"wide_us": ("wide", "#0072B2", "s"), "segmented_us": ("segmented", style.COLOURS["tessa"], "o")}
 
 
-def read(results_dir: str | Path) -> pd.DataFrame:
-    """The stored rows, one per layer and point; UserError names the command that makes them."""
+def read(results_dir: str | Path, reference: bool = False) -> pd.DataFrame:
+    """The stored rows, one per layer and point, or those that may be a reference; UserError names their command."""
     path = Path(results_dir) / FOLDER / "rows.csv"
     if not path.is_file():
         raise UserError(f"no timed schedules at {path}; make them with: {COMMAND}")
-    return pd.read_csv(path)
+    return studies.counted(pd.read_csv(path, dtype={"git_sha": str}), path.parent, reference)
 
 
 def over_adapters(rows: pd.DataFrame) -> Figure:
@@ -62,9 +62,9 @@ def _lines(axes: Axes, table: pd.DataFrame, x: str) -> None:
     axes.set_xticks(list(table[x]), [f"{v:g}" for v in table[x]])
 
 
-def draw(results_dir: str | Path, out_dir: str | Path) -> list[Path]:
+def draw(results_dir: str | Path, out_dir: str | Path, reference: bool = False) -> list[Path]:
     """The figure as PNG and PDF; returns the paths."""
-    rows = read(results_dir)
+    rows = read(results_dir, reference)
     with plt.rc_context(style.RC):
         figure = over_adapters(rows)
     return files.write(figure, Path(out_dir), "schedules")

@@ -20,8 +20,10 @@ from analysis.quality import rows as quality_rows
 __all__ = ["CLAIMS", "as_json", "as_markdown", "as_text", "gather", "table"]
 
 
-def gather(frame: pd.DataFrame, results: Path) -> dict[str, list[Evidence]]:
-    """All evidence by claim. Ablations with wrong outputs, and cells without a result, give none."""
+def gather(frame: pd.DataFrame, results: Path, reference: bool = False) -> dict[str, list[Evidence]]:
+    """All evidence by claim. Ablations with wrong outputs, and cells without a result, give none, nor with
+    `reference` do numbers of trees that were not clean."""
+    frame = only_reference(frame) if reference else frame
     serving = frame[frame["method"].isna()] if "method" in frame else frame
     if "wrong_by_design" in serving:
         serving = serving[~serving["wrong_by_design"].fillna(False).astype(bool)]
@@ -33,7 +35,7 @@ def gather(frame: pd.DataFrame, results: Path) -> dict[str, list[Evidence]]:
         "C5": quality.differences(quality_rows(_no_smoke(frame))),
         "C6": evidence.tessa_over_slora(_timed(serving)),
     }
-    for more in (evidence.from_layer_step(results), evidence.from_projection(results)):
+    for more in (evidence.from_layer_step(results, reference), evidence.from_projection(results, reference)):
         for claim, entries in more.items():
             found[claim] += entries
     return found
@@ -44,7 +46,7 @@ def table(frame: pd.DataFrame, results: Path, reference: bool = False) -> list[d
 
     ours and interval are None where nothing was tested. `evidence` lists every number that bears on the claim.
     """
-    entries = gather(only_reference(frame) if reference else frame, results)
+    entries = gather(frame, results, reference)
     return [_judged(claim, entries[claim.id]) for claim in CLAIMS]
 
 

@@ -169,12 +169,12 @@ def _counted(
     return found
 
 
-def from_layer_step(results: Path) -> dict[str, list[Evidence]]:
+def from_layer_step(results: Path, reference: bool = False) -> dict[str, list[Evidence]]:
     """Emulated evidence of C1, C4 and C6 from the decode rows over TP; empty without a layer step."""
     from analysis import layer_step
 
     try:
-        rows = layer_step.read(results)
+        rows = layer_step.read(results, reference)
     except UserError:
         return {}
     rows = rows[(rows["status"] == "complete") & (rows["phase"] == "decode") & (rows["sweep"] == "tp")]
@@ -223,12 +223,12 @@ def from_layer_step(results: Path) -> dict[str, list[Evidence]]:
     return found
 
 
-def from_projection(results: Path) -> dict[str, list[Evidence]]:
+def from_projection(results: Path, reference: bool = False) -> dict[str, list[Evidence]]:
     """Modelled evidence of C1, C2, C4 and C6; empty without a projection."""
     from analysis import projection
 
     try:
-        table = projection.claims(projection.read(results))
+        table = projection.claims(projection.read(results, reference=reference))
     except UserError:
         return {}
     found: dict[str, list[Evidence]] = {"C1": [], "C2": [], "C4": [], "C6": []}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import collectives, schedules, style, sweeps
+from analysis import collectives, layer_step, projection, schedules, studies, style, sweeps
 from analysis import interconnect as latencies
 from analysis import quality as scores
 from analysis.figures import breakdown, interconnect, marks, quality, rate, replay, scaling
@@ -24,6 +24,13 @@ EXPERIMENTS = (
     "tp_scaling", "adapter_count", "popularity", "rate_sweep", "trace_replay", "budget_sweep", "batch_sweep",
     "breakdown", "quality", "layer_step", "interconnect", "projection", "collectives", "schedules",
 )  # fmt: skip
+_STUDIES: dict[str, tuple[Any, str]] = {
+    "layer_step": (layer_step, "emulated"),
+    "projection": (projection, "modelled"),
+    "collectives": (collectives, "measured"),
+    "schedules": (schedules, "measured"),
+}
+"""Experiments with tables of their own: the module that reads and draws them, and the provenance of their numbers."""
 _BENCHMARKS = {part.FOLDER: part.COMMAND for part in (collectives, schedules)}
 DIRTY = "uncommitted"
 """Status of rows that a reference figure leaves out: the tree had uncommitted changes, or its commit is unknown."""
@@ -39,8 +46,7 @@ class Drawn:
 
 def only_reference(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with the numbers of trees that were not clean taken out; such a cell is a gap of status DIRTY."""
-    unclean = frame["git_sha"].isna() | frame["git_dirty"].fillna(True).astype(bool)
-    unclean &= frame["status"] == "complete"
+    unclean = studies.unclean(frame) & (frame["status"] == "complete")
     if not unclean.any():
         return frame
     out = frame.copy()
@@ -80,15 +86,12 @@ def draw(
 def _draw_trained(table: pd.DataFrame, folder: Path, reference: bool) -> list[Path]:
     """The figures of every quality experiment, from the rows that count."""
     paths = []
-    studies = table[["experiment", "setting"]].drop_duplicates()["experiment"].value_counts().to_dict()
+    settings = table[["experiment", "setting"]].drop_duplicates()["experiment"].value_counts().to_dict()
     for (experiment, setting), part in table.groupby(["experiment", "setting"], sort=False):
-        stem = str(experiment) if studies[experiment] == 1 else f"{experiment}_{setting}"
+        stem = str(experiment) if settings[experiment] == 1 else f"{experiment}_{setting}"
         said = {
-            **_study(str(experiment), "measured", folder),
+            **_study(str(experiment), "measured", part, reference),
             "caption": f"{experiment}, {quality.note(part)}",
-            "commits": sorted(str(sha) for sha in part["git_sha"].dropna().unique()),
-            "uncommitted_changes": bool(part["git_dirty"].fillna(True).astype(bool).any()),
-            "reference": reference,
         }
         with plt.rc_context(style.RC):
             drawn = quality.draw(scores.with_mean(part))
@@ -136,9 +139,9 @@ def draw_all(
     wanted = frame[frame["experiment"].isin(experiments)] if experiments != EXPERIMENTS else frame
     done = Drawn(draw(wanted, folder, results, reference))
     for experiment in experiments:
-        if experiment in ("layer_step", "projection", *_BENCHMARKS):
+        if experiment in _STUDIES:
             try:
-                done.paths += _draw_study(experiment, results, folder)
+                _draw_study(done, experiment, results, folder, reference)
                 continue
             except UserError as error:
                 done.missing.append(f"{experiment}: {str(error).replace(f'{results}/', '')}")
@@ -159,37 +162,29 @@ def draw_all(
     return done
 
 
-def _draw_study(experiment: str, results: Path, folder: Path) -> list[Path]:
-    from analysis import layer_step, projection
-
-    studies = {
-        "layer_step": (layer_step.draw, "emulated"),
-        "projection": (projection.draw, "modelled"),
-        "collectives": (collectives.draw, "measured"),
-        "schedules": (schedules.draw, "measured"),
-    }
-    draw_them, kind = studies[experiment]
-    paths = [path for path in draw_them(results, folder) if path.suffix == ".png"]
+def _draw_study(done: Drawn, experiment: str, results: Path, folder: Path, reference: bool) -> None:
+    study, kind = _STUDIES[experiment]
+    rows = study.read(results, reference=reference)
+    said = _study(experiment, kind, rows, reference)
+    paths = [path for path in study.draw(results, folder, reference) if path.suffix == ".png"]
     for path in paths:
-        write_caption(folder, path.stem, _study(experiment, kind, results))
-    return paths
+        write_caption(folder, path.stem, said)
+    done.paths += paths
+    if reference and (left := len(study.read(results)) - len(rows)):
+        done.missing.append(
+            f"{experiment}: {left} rows left out of reference figures: their tree was not clean"
+        )
 
 
-def _study(experiment: str, kind: str, results: Path) -> dict[str, object]:
-    """The caption of a figure from a study's own tables; their commits stand in the rows or in `environment.json`."""
-    table, environment = results / experiment / "rows.csv", results / experiment / "environment.json"
-    rows = pd.DataFrame({"git_sha": [], "git_dirty": []})
-    if table.is_file():
-        rows = pd.read_csv(table, dtype={"git_sha": str})
-    elif environment.is_file():
-        rows = pd.DataFrame([json.loads(environment.read_text(encoding="utf-8"))["git_start"]])
-        rows = rows.rename(columns={"sha": "git_sha", "dirty": "git_dirty"})
-    caption = f"{experiment}, {kind}; commit {', '.join(marks.commits(rows)) or 'unknown'}"
+def _study(experiment: str, kind: str, rows: pd.DataFrame, reference: bool) -> dict[str, object]:
+    """The caption of a figure that is drawn from more than cells of one setting."""
     return {
         "experiment": experiment,
-        "caption": caption,
+        "caption": f"{experiment}, {kind}; commit {', '.join(marks.commits(rows)) or 'unknown'}",
         "command": _BENCHMARKS.get(experiment, f"python run.py experiment={experiment}"),
-        "redraw": "python -m analysis figures",
+        "redraw": "python -m analysis figures" + (" --reference" if reference else ""),
         "provenance": [kind],
         "commits": sorted(str(sha) for sha in rows["git_sha"].dropna().unique()),
+        "uncommitted_changes": bool(rows["git_dirty"].fillna(True).astype(bool).any()),
+        "reference": reference,
     }

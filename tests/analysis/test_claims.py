@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import analysis_store
 import pandas as pd
@@ -240,3 +241,18 @@ def test_layer_step_and_projection_are_evidence_of_their_own_kind(tmp_path, stor
     store_cell("slora", [1.0, 1.0])
     store_cell("tessa", [1.5, 1.5])
     assert (verdicts(tmp_path)["C6"]["ours"], verdicts(tmp_path)["C6"]["provenance"]) == (1.5, "measured")
+
+
+def test_a_dirty_layer_step_or_projection_is_no_reference(complete_results, tmp_path):
+    results = tmp_path / "results"
+    for name in ("layer_step", "projection"):
+        shutil.copytree(complete_results / name, results / name)
+
+    def kinds(git):
+        rows = analysis_store.layer_step_rows().assign(git_sha=git["sha"], git_dirty=git["dirty"])
+        rows.to_csv(results / "layer_step" / "rows.csv", index=False)
+        (results / "projection" / "environment.json").write_text(json.dumps({"git_start": git}))
+        return {e["provenance"] for row in verdicts(tmp_path, True).values() for e in row["evidence"]}
+
+    assert kinds(analysis_store.CLEAN) == {"emulated", "modelled"}
+    assert kinds(analysis_store.DIRTY) == set()

@@ -100,6 +100,27 @@ def test_numbers_of_a_dirty_tree_are_gaps_of_a_reference_figure(store_cell, tmp_
     assert len(scaling.over_tp(clean).axes[0].patches) == 3
 
 
+def test_rows_of_a_dirty_tree_are_left_out_of_a_study_s_reference_figures(complete_results, tmp_path):
+    results = tmp_path / "results"
+    for name in ("layer_step", "projection"):
+        shutil.copytree(complete_results / name, results / name)
+    rows = analysis_store.layer_step_rows()
+    rows.loc[rows["variant"] == "tessa:wide", ["git_sha", "git_dirty"]] = list(analysis_store.DIRTY.values())
+    rows.to_csv(results / "layer_step" / "rows.csv", index=False)
+    said = json.loads((results / "projection" / "environment.json").read_text())
+    said["git_submit"]["dirty"] = True
+    (results / "projection" / "environment.json").write_text(json.dumps(said))
+    done = figures.draw_all(load(results), results, tmp_path / "f", True, ("layer_step", "projection"))
+    captions = [json.loads(path.with_suffix(".json").read_text()) for path in done.paths]
+    assert {said["experiment"] for said in captions} == {"layer_step"}
+    assert captions[0]["commits"] == [analysis_store.CLEAN["sha"]]
+    assert (captions[0]["uncommitted_changes"], captions[0]["reference"]) == (False, True)
+    left, refused = done.missing
+    assert left == "layer_step: 11 rows left out of reference figures: their tree was not clean"
+    assert refused.startswith("projection: none of the ")
+    assert len(figures.draw_all(load(results), results, tmp_path / "f", False, ("projection",)).paths) > 1
+
+
 def test_a_sweep_has_a_panel_per_facet_and_breaks_at_a_gap(full):
     part = of(full, "adapter_count")
     (figure,) = scaling.over_sweep(part, sweeps.SWEEPS["adapter_count"])

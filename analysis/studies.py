@@ -1,0 +1,46 @@
+"""Tables that studies keep of their own, beside the cells: which of their rows count, and where they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tessa.errors import UserError
+
+
+def environment(folder: Path) -> dict[str, Any]:
+    """What a study's `environment.json` says; empty where it is absent or damaged."""
+    try:
+        said = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def unclean(frame: pd.DataFrame) -> pd.Series:
+    """True for each row whose tree had uncommitted changes or whose commit is unknown."""
+    return frame["git_sha"].isna() | frame["git_dirty"].fillna(True).astype(bool)
+
+
+def counted(table: pd.DataFrame, folder: Path, reference: bool = False) -> pd.DataFrame:
+    """A study's table with `git_sha` and `git_dirty`; where it has no such columns, `environment.json` says them.
+
+    With `reference`, `unclean` rows are left out; UserError where that leaves none.
+    """
+    if not {"git_sha", "git_dirty"} <= set(table.columns):
+        said = environment(folder)
+        trees = [said.get(key) or {} for key in ("git_start", "git_submit")]
+        flags = [tree["dirty"] for tree in trees if tree.get("dirty") is not None]
+        table = table.assign(git_sha=trees[0].get("sha"), git_dirty=any(flags) if flags else None)
+    if not reference:
+        return table
+    kept = table[~unclean(table)]
+    if kept.empty:
+        raise UserError(
+            f"none of the {len(table)} rows in {folder} comes from a clean tree with a known commit; commit, "
+            "delete that folder and make it again"
+        )
+    return kept
