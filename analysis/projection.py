@@ -150,7 +150,7 @@ def _panels(
                     axes.set_ylabel(label)
         _legend(figure, grid[0][0], 3)
         figure.suptitle(
-            "Modelled; band: held-out errors and the range of the assumed adapter kernels", fontsize=8
+            "Modelled; band: 10 to 90 % of held-out errors, fast to slow adapter kernels", fontsize=8
         )
     return figure
 
@@ -226,7 +226,7 @@ def shares_over_tp(frame: pd.DataFrame, gpu: str = "h100") -> Figure:
         grid[0][0].set_ylabel("one adapter / weights\nof the rank (%)")
         grid[1][0].set_ylabel("adapters' collectives\n/ step (%)")
         _legend(figure, grid[0][0], 5)
-        figure.suptitle("Modelled; band: held-out errors of the collectives", fontsize=8)
+        figure.suptitle("Modelled; band: 10 to 90 % of held-out errors of the collectives", fontsize=8)
     return figure
 
 

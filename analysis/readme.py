@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.image import imread
 
-from analysis import claims, figures, quality, style, tables
+from analysis import benchmarks, claims, figures, quality, style, tables
 from analysis.figures import marks
 from analysis.load import load, summaries
 from tessa.errors import UserError
@@ -78,6 +78,8 @@ def block(frame: pd.DataFrame, results: Path, drawn: list[str], folder: str) -> 
     scaling = clean[clean["experiment"] == "tp_scaling"]
     parts = [_source(clean, results)]
     parts += [_scaling(part) for part in _parts(scaling)]
+    parts.append(_counters(scaling))
+    parts += benchmarks.tables(results)
     parts.append(_quality(clean))
     parts.append(_claims(claims.table(frame, results, reference=True)))
     if drawn:
@@ -145,7 +147,8 @@ def _source(frame: pd.DataFrame, results: Path) -> str:
     cells = good["cell"].nunique()
     return (
         f"{cells} cells on {machines}{memory}; {packages}; commit {commits}, clean tree; {checked}; "
-        f"± and brackets are 95 % intervals. All numbers: `python -m analysis table {REFERENCE.as_posix()}`."
+        "± are 95 % intervals, the claims' brackets hold together with 95 %. All numbers: "
+        f"`python -m analysis table {REFERENCE.as_posix()}`."
     )
 
 
@@ -176,18 +179,60 @@ def _scaling(part: pd.DataFrame) -> str:
     return what + "\n\n" + "\n".join(rows)
 
 
+_COUNTED = (
+    "adapter_kernels_per_step", "adapter_gemms_per_step", "adapter_load_s_median", "engine_start_s",
+    "counted_tokens_per_step",
+)  # fmt: skip
+
+
+def _counters(scaling: pd.DataFrame) -> str:
+    """What the adapters of each backend add to a decode step at the greatest TP degree, and what they cost besides."""
+    good = scaling[scaling["status"] == "complete"]
+    if good.empty:
+        return ""
+    tp = int(good["tp"].max())
+    at = good[good["tp"] == tp].reindex(columns=good.columns.union(_COUNTED))
+    base = at.loc[at["backend"] == "base", "collectives_per_step"]
+    heads = ["backend", "added collectives", "kernels", "products", "memory", "adapter load", "engine start"]
+    rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for variant in style.in_order(at):
+        mine = at[at["variant"] == variant]
+        first = mine.iloc[0]
+        added = first["collectives_per_step"] - base.iloc[0] if len(base) else np.nan
+        numbers = (added, first["adapter_kernels_per_step"], first["adapter_gemms_per_step"])
+        cells = [f"{v:g}" if np.isfinite(v) else "–" for v in map(float, numbers)]
+        cells.append(_value(mine, "adapter_bytes_per_rank", 2**-20, 2, " MiB", False))
+        cells.append(_value(mine, "adapter_load_s_median", 1e3, 1, " ms", False))
+        cells.append(_value(mine, "engine_start_s", 1.0, 0, " s", False))
+        rows.append("| " + " | ".join([style.name(variant), *cells]) + " |")
+    tokens = at["counted_tokens_per_step"].dropna()
+    counted = f"a decode step of {tokens.iloc[0]:g} tokens" if len(tokens) else "a decode step"
+    return (
+        f"Counted on {counted} at TP {tp}, {tables.describe(at)}; memory is a rank's for all slots, adapter load the "
+        "median time from a folder into a slot, engine start includes vLLM's import:\n\n" + "\n".join(rows)
+    )
+
+
 def _quality(frame: pd.DataFrame) -> str:
-    """The quality experiment: a row per structure and budget, its mean over tasks beside LoRA's."""
+    """The quality experiment: a row per structure and budget, its mean over tasks beside LoRA's; then TESSA's slices
+    beside each other."""
     mine = frame[frame["experiment"] == "quality"]
     table = quality.table(mine) if len(mine) else pd.DataFrame()
     if quality.MEAN not in table:
         return ""
-    heads = ["structure", "r", "params", quality.MEAN, "- LoRA", "p", "in LoRA's"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    lines += ["| " + " | ".join(map(str, row)) + " |" for row in table[heads].itertuples(index=False)]
-    return f"quality, {figures.quality.note(quality.rows(mine))}; {quality.DEFINITIONS}:\n\n" + "\n".join(
-        lines
-    )
+    heads = ["structure", "r", "params", "rate", quality.MEAN, "- LoRA", quality.ADJUSTED, "in LoRA's"]
+    parts = [f"quality, {figures.quality.note(quality.rows(mine))}; {quality.DEFINITIONS}:"]
+    parts.append(_grid(table.reindex(columns=heads, fill_value="-")))
+    slices = quality.comparisons(mine)
+    if len(slices):
+        parts += [f"{quality.COMPARED}:", _grid(slices.drop(columns=["experiment", "setting"]))]
+    return "\n\n".join(parts)
+
+
+def _grid(table: pd.DataFrame) -> str:
+    lines = ["| " + " | ".join(map(str, table.columns)) + " |", "|---" * len(table.columns) + "|"]
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in table.itertuples(index=False)]
+    return "\n".join(lines)
 
 
 _COLUMNS = (

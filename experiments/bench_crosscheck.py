@@ -1,6 +1,6 @@
 """Cross-check of this harness with vLLM's own benchmarks: the same requests, alternating on the same machine.
 
-``python -m experiments.bench_crosscheck [--model small] [--rounds 3] [--requests 64] [--parts ...] [--json FILE]``
+``python -m experiments.bench_crosscheck [--model small] [--rounds 3] [--requests 64] [--parts ...] [--out FOLDER]``
 
 Parts: ``throughput`` and ``throughput-async`` set ``vllm bench throughput`` (without and with its own
 ``--async-engine``) beside an engine in process; ``serve`` and ``serve-closed`` set ``vllm bench serve`` beside the
@@ -27,6 +27,7 @@ import pandas as pd
 from experiments import config as schema
 from experiments import models, provenance
 from experiments.backends import known_backends, resolve
+from experiments.bench_rows import store
 from experiments.engine.parent import EngineProcess, make_engine
 from experiments.grid import EngineGroup, engine_identity
 from experiments.measure import summarise
@@ -245,8 +246,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=64, help="requests of a round (default %(default)s)")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
     parser.add_argument("--json", type=Path, help="also write every round and the table to this file")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/crosscheck"),
+        help="folder of rows.csv, a row per part and metric (default %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that engines are stopped
+    git = provenance.git_state()
     try:
         if arguments.rounds < 1 or arguments.requests < 1:
             raise UserError("--rounds and --requests must be at least 1")
@@ -270,6 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     frame = table(rows)
     print(describe(frame))
+    setting = {"model": arguments.model, "requests": arguments.requests, "workload_hash": bench.workload.hash}
+    store(frame.assign(**setting), "crosscheck", arguments.out, git)
     if arguments.json:
         result = {
             "model": arguments.model,

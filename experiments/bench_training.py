@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from experiments import provenance
+from experiments.bench_rows import store
 
 if TYPE_CHECKING:
     import torch
@@ -182,23 +187,41 @@ def ratios(values: list[float], reference: list[float]) -> tuple[float, float, f
     return low, middle, high
 
 
-def table(results: list[Measured]) -> str:
-    lora = results[0]
+def rows(results: list[Measured]) -> pd.DataFrame:
+    """One row per method; LoRA, the first, is what the others are held against.
+
+    ``time_over_lora`` and ``cpu_over_lora`` (``_low``, ``_high``: quartiles) over rounds; ``step_peak_over_lora`` and
+    ``memory_over_lora``, the latter with what stays between steps.
+    """
+    lora, out = results[0], []
+    for m in results:
+        row: dict[str, Any] = {"method": m.method, "parameters": m.parameters, "rounds": len(m.step_s)}
+        row |= {"step_s": statistics.median(m.step_s), "cpu_s": statistics.median(m.cpu_s)}
+        for name, own, reference in (("time", m.step_s, lora.step_s), ("cpu", m.cpu_s, lora.cpu_s)):
+            ends = zip(("_low", "", "_high"), ratios(own, reference), strict=True)
+            row |= {f"{name}_over_lora{end}": value for end, value in ends}
+        total, lora_total = (x.step_peak_bytes + x.resident_bytes for x in (m, lora))
+        row |= {"step_peak_bytes": m.step_peak_bytes, "resident_bytes": m.resident_bytes}
+        row |= {"step_peak_over_lora": m.step_peak_bytes / lora.step_peak_bytes}
+        out.append(row | {"memory_over_lora": total / lora_total})
+    return pd.DataFrame(out)
+
+
+def table(found: pd.DataFrame) -> str:
     mib = 2**20
     lines = [
         f"{'method':<14} {'parameters':>11} {'step ms':>9} {'time/LoRA (quartiles)':>24} "
         f"{'CPU/LoRA (quartiles)':>24} {'step peak MiB':>14} {'/LoRA':>6} {'total MiB':>10} {'/LoRA':>6}"
     ]
-    for m in results:
+    for m in found.itertuples():
         times = [
-            f"{middle:.3f} ({low:.3f}-{high:.3f})"
-            for low, middle, high in (ratios(m.step_s, lora.step_s), ratios(m.cpu_s, lora.cpu_s))
+            f"{getattr(m, name):.3f} ({getattr(m, f'{name}_low'):.3f}-{getattr(m, f'{name}_high'):.3f})"
+            for name in ("time_over_lora", "cpu_over_lora")
         ]
-        total, lora_total = (x.step_peak_bytes + x.resident_bytes for x in (m, lora))
         lines.append(
-            f"{m.method:<14} {m.parameters:>11} {statistics.median(m.step_s) * 1e3:>9.1f} {times[0]:>24} "
-            f"{times[1]:>24} {m.step_peak_bytes / mib:>14.1f} {m.step_peak_bytes / lora.step_peak_bytes:>6.3f} "
-            f"{total / mib:>10.1f} {total / lora_total:>6.3f}"
+            f"{m.method:<14} {m.parameters:>11} {m.step_s * 1e3:>9.1f} {times[0]:>24} "
+            f"{times[1]:>24} {m.step_peak_bytes / mib:>14.1f} {m.step_peak_over_lora:>6.3f} "
+            f"{(m.step_peak_bytes + m.resident_bytes) / mib:>10.1f} {m.memory_over_lora:>6.3f}"
         )
     return "\n".join(lines)
 
@@ -238,7 +261,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--rounds", type=int, default=15, help="timed steps of each method (default %(default)s)"
     )
     parser.add_argument("--warmup", type=int, default=2, help="steps before them (default %(default)s)")
-    parser.add_argument("--json", default=None, help="write all measurements to this file")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("results/training"),
+        help="folder of rows.csv, a row per method (default %(default)s)",
+    )
     args = parser.parse_args(argv)
     if args.rounds < 2:
         parser.error("--rounds must be at least 2")
@@ -247,11 +275,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    results = run(args)
-    print(table(results))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"settings": vars(args), "results": [asdict(m) for m in results]}, file, indent=1)
+    git = provenance.git_state()
+    found = rows(run(args))
+    print(table(found))
+    setting = ("hidden", "layers", "gqa", "vocab", "batch", "tokens", "rank", "shards", "dtype", "autocast")
+    store(found.assign(**{name: getattr(args, name) for name in setting}), "training", args.out, git)
 
 
 if __name__ == "__main__":

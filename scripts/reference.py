@@ -72,7 +72,13 @@ STEPS = (
     Step(
         "budget_sweep",
         (
-            *("tp=2", *FULL, *DECODE, "backends=[base,slora,tessa]", "grid.adapters.rank_equivalent=[4,16]"),
+            *(
+                "tp=2",
+                *FULL,
+                *DECODE,
+                "backends=[base,slora,bd_lora,tessa]",
+                "grid.adapters.rank_equivalent=[4,16]",
+            ),
             "grid.adapters.target_modules=[[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]]",
         ),
         9,
@@ -81,7 +87,7 @@ STEPS = (
         "batch_sweep",
         (
             *SHORT[:-1],
-            "backends=[base,slora,tessa,'tessa:schedule=wide']",
+            "backends=[base,base_enabled,slora,tessa,'tessa:schedule=wide']",
             "grid.workload.arrivals.concurrency=[1,8,32]",
             "grid.workload.prompt_tokens.value=[64]",
         ),
@@ -111,6 +117,15 @@ STEPS = (
     Step("quality", (), 30),
     Step("collectives", ("--tp", "2"), 1, module="experiments.bench_collectives"),
     Step("schedules", ("--threads", "1"), 3, module="experiments.bench_schedules"),
+    Step("lora_ops", (), 3, module="experiments.bench_lora_ops"),
+    Step("training", (), 2, module="experiments.bench_training"),
+    Step("selfcheck", (), 0.5, module="experiments.measure.selfcheck"),
+    Step(
+        "crosscheck",
+        ("--parts", "throughput-async", "serve", "--rounds", "8"),
+        12,
+        module="experiments.bench_crosscheck",
+    ),
     # Last, as it compares itself with the cells that were measured.
     Step("projection", (), 0.5),
 )

@@ -45,36 +45,50 @@ def step_estimate(backend: str, setting: Setting) -> Estimate:
     return Estimate(value, min(fast, value), max(slow, value))
 
 
+ENDS = ((1.0, 1.0), *zip(LAYER_RATIO, COLLECTIVE_RATIO, strict=True))
+"""(kernels, collectives) of the base model: as modelled, and at both ends of the errors."""
+
+
+def _base(time: StepTime, kernels: float, collectives: float) -> float:
+    """What a step takes without the adapters' part, gaps and host included."""
+    rest = time.total_s - time.base_s - time.base_comm_s - time.adapter_s - time.adapter_comm_s
+    return time.base_s / kernels + time.base_comm_s / collectives + rest
+
+
 def cost_estimate(backend: str, setting: Setting) -> Estimate:
-    """1 - throughput/throughput(base). The base's error is common: only the extra part spans the band."""
-    base = step_time("base", setting).total_s
+    """1 - throughput/throughput(base).
 
-    def cost(constants: AdapterKernelConstants, kernels: float, collectives: float) -> float:
+    The ends are the least and the greatest cost over the errors of the base's parts, which both steps share, and of the
+    adapters' parts, each at either end, with the fast and the slow adapter kernels.
+    """
+    base = step_time("base", setting)
+
+    def cost(
+        constants: AdapterKernelConstants, own: tuple[float, float], shared: tuple[float, float]
+    ) -> float:
         time = step_time(backend, setting, constants)
-        gap = time.total_s - time.base_s - time.base_comm_s - time.adapter_s - time.adapter_comm_s
-        total = time.base_s + time.base_comm_s + _extra(time, kernels, collectives) + gap
-        return 1 - base / total
+        return 1 - _base(base, *shared) / (_base(time, *shared) + _extra(time, *own))
 
-    value = cost(ADAPTER_KERNELS, 1.0, 1.0)
-    ends = (
-        cost(ADAPTER_KERNELS_FAST, LAYER_RATIO[1], COLLECTIVE_RATIO[1]),
-        cost(ADAPTER_KERNELS_SLOW, LAYER_RATIO[0], COLLECTIVE_RATIO[0]),
-    )
+    value = cost(ADAPTER_KERNELS, ENDS[0], ENDS[0])
+    corners = ((ADAPTER_KERNELS_SLOW, ENDS[1]), (ADAPTER_KERNELS_FAST, ENDS[2]))
+    ends = [cost(constants, own, shared) for constants, own in corners for shared in ENDS]
     return Estimate(value, min(value, *ends), max(value, *ends))
 
 
 def speedup_estimate(backend: str, over: str, setting: Setting) -> Estimate:
-    """Throughput of `backend` over that of `over`; adapter kernels are equally fast or slow in both."""
+    """Throughput of `backend` over that of `over`; shared parts and adapter kernels are equally fast in both."""
 
-    def ratio(constants: AdapterKernelConstants, collectives: float) -> float:
-        a, b = step_time(over, setting, constants), step_time(backend, setting, constants)
-        extra = 1 / collectives - 1
-        return (a.total_s + extra * a.adapter_comm_s) / (b.total_s + extra * b.adapter_comm_s)
+    def ratio(
+        constants: AdapterKernelConstants, own: tuple[float, float], shared: tuple[float, float]
+    ) -> float:
+        slow, fast = (step_time(name, setting, constants) for name in (over, backend))
+        return (_base(slow, *shared) + _extra(slow, *own)) / (_base(fast, *shared) + _extra(fast, *own))
 
-    value = ratio(ADAPTER_KERNELS, 1.0)
+    value = ratio(ADAPTER_KERNELS, ENDS[0], ENDS[0])
     ends = [
-        ratio(constants, collectives)
+        ratio(constants, own, shared)
         for constants in (ADAPTER_KERNELS_FAST, ADAPTER_KERNELS_SLOW)
-        for collectives in COLLECTIVE_RATIO
+        for own in ENDS[1:]
+        for shared in ENDS
     ]
     return Estimate(value, min(value, *ends), max(value, *ends))

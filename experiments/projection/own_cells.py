@@ -87,8 +87,8 @@ def points(summaries: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 def errors(cells: pd.DataFrame | None) -> tuple[pd.DataFrame | None, str | None]:
     """(held-out cells with `predicted_s` and `ratio`, None), or (None, why there is no such number).
 
-    Of several machines the one with most cells counts. Half of the cells calibrate, chosen by a hash of the cell's
-    name, which follows from its configuration alone.
+    Of several machines the one with most cells counts. About half of the cells calibrate, chosen by a hash of what the
+    model knows of them, so that cells which look the same to it are never on both sides.
     """
     if cells is None or cells.empty:
         return None, "no measured cells of a CPU engine with a full batch (all at once or closed loop)"
@@ -99,10 +99,10 @@ def errors(cells: pd.DataFrame | None) -> tuple[pd.DataFrame | None, str | None]
             None,
             f"{len(mine)} such cells on one machine, {MIN_CELLS} needed; run tp_scaling or batch_sweep",
         )
-    held = np.array([zlib.crc32(str(key).encode()) % 2 == 1 for key in mine.key])
+    x = mine[list(FEATURES)].to_numpy(float)
+    held = np.array([zlib.crc32(",".join(f"{v:.6g}" for v in row).encode()) % 2 == 1 for row in x])
     if min(held.sum(), (~held).sum()) < MIN_CELLS // 4:
         return None, "too few of the cells fall in one of the halves; more cells are needed"
-    x = mine[list(FEATURES)].to_numpy(float)
     scale = np.maximum(x[~held].max(axis=0), 1e-30)
     weight = 1 / mine.seconds.to_numpy()
     cost, _ = nnls((x / scale * weight[:, None])[~held], np.ones((~held).sum()))

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import analysis_store
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 
-from analysis import load, readme
+from analysis import benchmarks, load, readme
 from analysis.__main__ import main
 from tessa.errors import UserError
 
@@ -35,7 +36,8 @@ def test_a_row_per_backend_with_both_degrees_claims_and_figure(shown: tuple[Path
     text = shown[0].read_text()
     assert text.startswith(f"before\n{readme.BEGIN}\n5 cells on a CPU, 2 cores")
     assert text.endswith(f"{readme.END}\nafter\n")
-    rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
+    named = [(line.split(" | ")[0].strip("| "), line) for line in text.splitlines() if line.startswith("| ")]
+    rows = dict(reversed(named))
     assert "| TESSA | 95.0 ± 9.4 | 5.0 ± 0.0 % | 10.0 ms | 2 | 95.0 ± 9.4 | 5.0 ± 0.0 % |" in rows["TESSA"]
     assert rows["TESSA"].endswith("| 1.00 MiB | ccccccc |")
     assert "| failed | – | – | – | – |" in rows["S-LoRA"]
@@ -43,6 +45,30 @@ def test_a_row_per_backend_with_both_degrees_claims_and_figure(shown: tuple[Path
     assert sum(name.startswith("C") for name in rows) == 6
     assert '<img src="results/figures/tp_scaling.png"' in text
     assert readme.differences(*shown) == []
+
+
+def test_what_adapters_add_to_a_step_is_counted(shown: tuple[Path, Path]) -> None:
+    part = shown[0].read_text().partition("Counted on a decode step")[2]
+    (row,) = (line for line in part.splitlines() if line.startswith("| TESSA |"))
+    assert row.startswith("| TESSA | 0 | ")
+    assert " 1.00 MiB |" in row
+
+
+def test_a_benchmarks_table_is_shown_unless_its_tree_was_dirty(tmp_path: Path) -> None:
+    rows = pd.DataFrame(
+        {
+            "layer": "qkv", "phase": "decode", "tokens": 32, "adapters": [1, 8], "rank": 4, "ours_us": 10.0,
+            "vllm_us": [50.0, 90.0], "vllm_over_ours": [5.0, 9.0], "model": "small", "dtype": "float32", "threads": 1,
+            "machine": "a CPU", "git_sha": "c" * 40, "git_dirty": False,
+        }
+    )  # fmt: skip
+    (tmp_path / "lora_ops").mkdir()
+    rows.to_csv(tmp_path / "lora_ops" / "rows.csv", index=False)
+    (text,) = benchmarks.tables(tmp_path)
+    assert "| qkv | decode | 2 | 5.0 | 7.0 | 9.0 |" in text
+    assert "a CPU, commit ccccccc:" in text
+    rows.assign(git_dirty=True).to_csv(tmp_path / "lora_ops" / "rows.csv", index=False)
+    assert benchmarks.tables(tmp_path) == []
 
 
 def test_another_number_in_the_readme_or_figure_is_found(shown: tuple[Path, Path], tmp_path: Path) -> None:
@@ -104,3 +130,9 @@ def test_quality_stands_beside_lora(tmp_path: Path) -> None:
     (row,) = (line for line in text.splitlines() if line.startswith("| TESSA across, random | 4 |"))
     assert row.endswith("| yes |")
     assert "3 seeds" in text
+    heads = [line for line in text.splitlines() if "| p (Holm) |" in line]
+    assert heads == [
+        "| structure | r | params | rate | mean of tasks | - LoRA | p (Holm) | in LoRA's |",
+        "| slices compared | r | difference | p (Holm) |",
+    ]
+    assert sum(line.startswith("| across - along, random |") for line in text.splitlines()) == 4

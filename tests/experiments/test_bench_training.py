@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
+import pandas as pd
 import pytest
 
 pytest.importorskip("peft")
@@ -33,16 +32,17 @@ def test_ratios_are_formed_within_a_round():
 
 def test_small_run_reports_budget_time_and_memory(tmp_path, capsys):
     small = "--hidden 64 --layers 2 --vocab 128 --batch 2 --tokens 64 --rank 8 --rounds 2 --warmup 1"
-    main([*small.split(), "--json", str(tmp_path / "out.json")])
+    main([*small.split(), "--out", str(tmp_path / "training")])
     printed = capsys.readouterr().out
     assert "total at rank-equivalent 8" in printed
-    results = {r["method"]: r for r in json.loads((tmp_path / "out.json").read_text())["results"]}
-    assert list(results) == ["lora", "tessa-across", "tessa-along"]
-    for method, result in results.items():
-        assert f"\n{method} " in printed
-        assert len(result["step_s"]) == len(result["cpu_s"]) == 2
-        assert min(result["step_s"]) > 0
-    lora, across = results["lora"], results["tessa-across"]
+    results = pd.read_csv(tmp_path / "training" / "rows.csv").set_index("method")
+    assert list(results.index) == ["lora", "tessa-across", "tessa-along"]
+    assert all(f"\n{method} " in printed for method in results.index)
+    assert (results["rounds"] == 2).all()
+    assert (results[["step_s", "time_over_lora", "memory_over_lora"]] > 0).all(axis=None)
+    assert (results.loc["lora", ["time_over_lora", "step_peak_over_lora", "memory_over_lora"]] == 1).all()
+    assert results["git_sha"].notna().all()
+    lora, across = results.loc["lora"], results.loc["tessa-across"]
     assert across["parameters"] == pytest.approx(lora["parameters"], rel=0.05)
     # Placed across, q, k, v, gate and up keep a slice of their input where LoRA keeps all of it.
     assert across["step_peak_bytes"] < lora["step_peak_bytes"]

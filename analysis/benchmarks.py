@@ -1,0 +1,82 @@
+"""Benchmarks that store one table each, as Markdown for the README: LoRA ops, training, the cross-check, the load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.figures import marks
+
+
+def lora_ops(rows: pd.DataFrame) -> str:
+    """How many times ours vLLM's CPU ops take, over adapters and ranks, per fused layer and phase."""
+    lines = ["| layer | phase | points | least | median | greatest |", "|---" * 6 + "|"]
+    for (layer, phase), mine in rows.groupby(["layer", "phase"], sort=False):
+        ratio = mine["vllm_over_ours"]
+        shown = (f"{value:.1f}" for value in (ratio.min(), ratio.median(), ratio.max()))
+        lines.append(f"| {layer} | {phase} | {len(mine)} | " + " | ".join(shown) + " |")
+    first = rows.iloc[0]
+    adapters, ranks = (", ".join(f"{v:g}" for v in sorted(rows[k].unique())) for k in ("adapters", "rank"))
+    return (
+        f"LoRA ops on the CPU, time of vLLM's own over ours: {first['model']} {first['dtype']}, "
+        f"{first['threads']:g} thread, {adapters} adapters of rank {ranks}; {_where(rows)}:\n\n"
+        + "\n".join(lines)
+    )
+
+
+def training(rows: pd.DataFrame) -> str:
+    """Step time and memory of TESSA's training over LoRA's."""
+    lines = [
+        "| method | parameters | step time / LoRA | step peak / LoRA | all memory / LoRA |",
+        "|---" * 5 + "|",
+    ]
+    for row in rows.itertuples():
+        time = f"{row.time_over_lora:.2f} [{row.time_over_lora_low:.2f}, {row.time_over_lora_high:.2f}]"
+        lines.append(
+            f"| {row.method} | {row.parameters:,} | {time} | {row.step_peak_over_lora:.2f} | "
+            f"{row.memory_over_lora:.2f} |"
+        )
+    first = rows.iloc[0]
+    return (
+        f"Training step, hidden {first['hidden']:g}, {first['layers']:g} layers, rank-equivalent {first['rank']:g}, "
+        f"{first['batch']:g} sequences of {first['tokens']:g} tokens, {first['dtype']}; medians and quartiles of "
+        f"{first['rounds']:g} rounds; {_where(rows)}:\n\n" + "\n".join(lines)
+    )
+
+
+def crosscheck(rows: pd.DataFrame) -> str:
+    """The harness over vLLM's own benchmarks."""
+    lines = ["| vLLM's benchmark | metric | harness / vLLM | limit |", "|---" * 4 + "|"]
+    for row in rows.itertuples():
+        ratio = f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
+        lines.append(f"| {row.part} | {row.metric} | {ratio} | ± {row.limit:.2f} |")
+    first = rows.iloc[0]
+    return (
+        f"This harness beside `vllm bench`, {first['model']}, {first['requests']:g} requests; 95 % t intervals over "
+        f"{rows['rounds'].min():g} rounds; {_where(rows)}:\n\n" + "\n".join(lines)
+    )
+
+
+TABLES: dict[str, Callable[[pd.DataFrame], str]] = {
+    "lora_ops": lora_ops,
+    "training": training,
+    "crosscheck": crosscheck,
+}
+"""Folder below the results -> its table."""
+
+
+def tables(results: Path) -> list[str]:
+    """The Markdown of every benchmark that is stored there; those of trees with uncommitted changes are left out."""
+    found = []
+    for name, render in TABLES.items():
+        path = results / name / "rows.csv"
+        rows = pd.read_csv(path, dtype={"git_sha": str}) if path.is_file() else pd.DataFrame()
+        if len(rows) and rows["git_sha"].notna().all() and not rows["git_dirty"].any():
+            found.append(render(rows))
+    return found
+
+
+def _where(rows: pd.DataFrame) -> str:
+    return f"{rows['machine'].iloc[0]}, commit {', '.join(marks.commits(rows))}"
