@@ -1,4 +1,5 @@
-"""Adaptation quality from the stored cells: means over seeds, and differences to LoRA paired over seeds.
+"""Adaptation quality from the stored cells: means over seeds, and differences paired over seeds: to LoRA, and between
+TESSA's placements and offset rules.
 
 A row of the frame is a training's score on one task. Scores that count have the role `test`; those of the role
 `search` chose the learning rates, on validation data.
@@ -7,7 +8,7 @@ A row of the frame is a training's score on one task. Scores that count have the
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,9 @@ METHODS = ("base", "full", "lora", "bd_lora", "tessa")
 INSIDE = {True: "yes", False: "no", None: "-"}
 MEAN = "mean of tasks"
 MATCHED = 0.05
+ADJUSTED = "p (Holm)"
+PLACEMENTS = ("across", "along")
+DEFAULT_RULE = "random"
 KEYS = ["method", "placement", "offset_rule", "targets", "rank_equivalent"]
 NAMES = {"lora": "LoRA", "bd_lora": "BD-LoRA", "tessa": "TESSA", "full": "full fine-tuning", "base": "base"}
 
@@ -81,9 +85,9 @@ class Point:
     """One structure at one budget on one task; `score` and its interval are over seeds, `difference` is to LoRA's on
     the same modules at the same rank-equivalent, paired over seeds, None where there is no such LoRA.
 
-    p: of the paired t test. inside: whether the mean lies within or above LoRA's 95 % interval, None
-    where that has none. matched: whether
-    parameters are within 5 % of LoRA's.
+    p: of the paired t test, not adjusted. inside: whether the mean lies within or above LoRA's 95 % interval, None
+    where that has none. matched: whether parameters are within 5 % of LoRA's. changes: what `difference` is the mean
+    of, one per seed. saturated: whether all trainings of both are at 0 or all at 100 %, so that nothing can differ.
     """
 
     experiment: str
@@ -100,6 +104,8 @@ class Point:
     matched: bool = True
     provenance: str = "measured"
     setting: str = ""
+    changes: tuple[float, ...] = ()
+    saturated: bool = False
 
 
 def points(table: pd.DataFrame) -> Iterator[Point]:
@@ -132,21 +138,45 @@ def _point(
     lora = lora[lora["targets"] == first["targets"]]
     if lora.empty or first["method"] in ("lora", "base", "full"):
         return point
-    both = pd.concat({"own": by_seed(own), "lora": by_seed(lora)}, axis=1, join="inner").dropna()
+    own_scores, lora_scores = _both(own, lora)
     reference = stats.t_interval(by_seed(lora).to_numpy())
-    change = (both["own"] - both["lora"]).to_numpy()
-    p = np.nan
-    if len(both) > 1 and np.ptp(change) > 0:
-        p = float(scipy_stats.ttest_rel(both["own"], both["lora"]).pvalue)
+    change = own_scores - lora_scores
+    ends = {float(score) for score in (*own_scores, *lora_scores)}
     return Point(
         **{
             **point.__dict__,
             "difference": stats.t_interval(change),
-            "p": p,
+            "p": p_value(change),
             "inside": bool(point.score.centre >= reference.low) if np.isfinite(reference.low) else None,
             "matched": not np.isfinite(point.ratio) or abs(point.ratio - 1) <= MATCHED,
+            "changes": tuple(map(float, change)),
+            "saturated": ends in ({0.0}, {1.0}),
         }
     )
+
+
+def _both(first: pd.DataFrame, second: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Scores of the two on the seeds that both have, in the same order."""
+    both = pd.concat([by_seed(first), by_seed(second)], axis=1, join="inner").dropna().to_numpy()
+    return both[:, 0], both[:, 1]
+
+
+def p_value(changes: np.ndarray) -> float:
+    """Of the paired t test; NaN where it is not defined: less than two differences, or all alike."""
+    if len(changes) < 2 or np.ptp(changes) < 1e-12:  # alike but for rounding
+        return np.nan
+    return float(scipy_stats.ttest_1samp(changes, 0.0).pvalue)
+
+
+def holm(p: Sequence[float]) -> np.ndarray:
+    """p values adjusted for being looked at together (Holm, 1979): the i-th smallest of m times m - i + 1, no less than
+    a smaller one's and at most 1. NaN, a test that is not defined, stays and does not count."""
+    values = np.asarray(p, dtype=np.float64)
+    there = np.flatnonzero(np.isfinite(values))
+    order = there[np.argsort(values[there], kind="stable")]
+    out = np.full(len(values), np.nan)
+    out[order] = np.minimum(1.0, np.maximum.accumulate(values[order] * np.arange(len(order), 0, -1)))
+    return out
 
 
 def by_seed(table: pd.DataFrame) -> pd.Series:
@@ -156,10 +186,13 @@ def by_seed(table: pd.DataFrame) -> pd.Series:
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """One formatted row per structure and budget: parameters, rate, score per task, mean, difference to LoRA."""
     found = list(points(with_mean(rows(frame))))
+    tried = _tried(frame)
     out: dict[tuple[str, str, str, float | None], dict[str, str]] = {}
+    tests: dict[tuple[str, str], list[tuple[dict[str, str], float]]] = {}
     for point in found:
+        key = (point.experiment, point.setting, point.structure, point.rank_equivalent)
         row = out.setdefault(
-            (point.experiment, point.setting, point.structure, point.rank_equivalent),
+            key,
             {
                 "experiment": point.experiment,
                 "setting": point.setting,
@@ -167,7 +200,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
                 "r": "-" if point.rank_equivalent is None else f"{point.rank_equivalent:g}",
                 "params": f"{point.params:,.0f}",
                 "of LoRA's": f"{point.ratio:.2f}" if np.isfinite(point.ratio) else "-",
-                "rate": "-" if point.rate is None else f"{point.rate:g}",
+                "rate": _rate(point.rate, tried.get(key, set())),
                 "seeds": str(point.score.n),
             },
         )
@@ -175,9 +208,89 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
         last = point.task == MEAN or MEAN not in {p.task for p in found if p.experiment == point.experiment}
         if last and point.difference is not None:
             row["- LoRA"] = _percent(point.difference, sign=True)
-            row["p"] = f"{point.p:.3f}" if np.isfinite(point.p) else "-"
+            row[ADJUSTED] = "-"
             row["in LoRA's"] = INSIDE[point.inside] if point.matched else "not matched"
+            tests.setdefault(key[:2], []).append((row, point.p))
+    for together in tests.values():
+        _adjust(together)
     return pd.DataFrame(list(out.values())).fillna("-")
+
+
+def comparisons(frame: pd.DataFrame) -> pd.DataFrame:
+    """One formatted row per pair of TESSA's slices: `across` - `along` with the same offset rule, and each offset rule
+    - `random` with the same placement; on the same modules at the same rank-equivalent, parameters within 5 %.
+
+    Of the mean of tasks where there are several, paired over seeds; p is adjusted over all rows of a setting.
+    """
+    scores = with_mean(rows(frame))
+    scores = scores[scores["method"].eq("tessa")]
+    out: list[dict[str, str]] = []
+    for (experiment, setting), part in scores.groupby(["experiment", "setting"], sort=False):
+        part = part[part["task"] == part["task"].iloc[-1]]  # the mean is appended last
+        tests = []
+        for (targets, budget), same in part.groupby(["targets", "rank_equivalent"]):
+            by_slice = {
+                (str(place), str(rule)): own
+                for (place, rule), own in same.groupby(["placement", "offset_rule"])
+            }
+            params = {key: own["trainable_params"].astype(float).mean() for key, own in by_slice.items()}
+            for label, first, second in _pairs(list(by_slice)):
+                one, other = _both(by_slice[first], by_slice[second])
+                if len(one) == 0 or abs(params[first] / params[second] - 1) > MATCHED:
+                    continue
+                row = {
+                    "experiment": str(experiment),
+                    "setting": str(setting),
+                    "slices compared": label + ("" if targets == "all" else f", {targets}"),
+                    "r": f"{budget:g}",
+                    "difference": _percent(stats.t_interval(one - other), sign=True),
+                    ADJUSTED: "-",
+                }
+                tests.append((row, p_value(one - other)))
+        _adjust(tests)
+        out += [row for row, _ in tests]
+    return pd.DataFrame(out)
+
+
+def _pairs(slices: list[tuple[str, str]]) -> Iterator[tuple[str, tuple[str, str], tuple[str, str]]]:
+    """Label and the two (placement, offset rule) of each comparison that `slices` allow."""
+    rules = list(dict.fromkeys(rule for _, rule in slices))
+    for rule in rules:
+        first, second = ((place, rule) for place in PLACEMENTS)
+        if {first, second} <= set(slices):
+            yield f"{' - '.join(PLACEMENTS)}, {rule}", first, second
+    for place in PLACEMENTS:
+        for rule in rules:
+            first, second = (place, rule), (place, DEFAULT_RULE)
+            if rule != DEFAULT_RULE and {first, second} <= set(slices):
+                yield f"{rule} - {DEFAULT_RULE}, {place}", first, second
+
+
+def _adjust(tests: list[tuple[dict[str, str], float]]) -> None:
+    """Puts the adjusted p of tests that stand in one table into their rows."""
+    for (row, _), p in zip(tests, holm([p for _, p in tests]), strict=True):
+        if np.isfinite(p):
+            row[ADJUSTED] = "<0.001" if p < 0.0005 else f"{p:.3f}"
+
+
+def _tried(frame: pd.DataFrame) -> dict[tuple[str, str, str, float | None], set[float]]:
+    """Learning rates that the search tried, also where that failed, by experiment, setting, structure and budget."""
+    if "role" not in frame:
+        return {}
+    found = frame[frame["method"].notna() & frame["role"].eq("search")].copy()
+    found["structure"] = structure(found)
+    keys = ["experiment", "setting", "structure", "rank_equivalent"]
+    return {
+        (str(e), str(s), str(k), None if pd.isna(r) else float(r)): set(rates.dropna().astype(float))
+        for (e, s, k, r), rates in found.groupby(keys, dropna=False)["learning_rate"]
+    }
+
+
+def _rate(rate: float | None, tried: set[float]) -> str:
+    if rate is None:
+        return "-"
+    ends = {min(tried): " (lowest)", max(tried): " (highest)"} if len(tried) > 1 else {}
+    return f"{rate:g}{ends.get(rate, '')}"
 
 
 def _percent(found: stats.Interval, sign: bool = False) -> str:
@@ -186,9 +299,15 @@ def _percent(found: stats.Interval, sign: bool = False) -> str:
 
 
 DEFINITIONS = (
-    "scores in % of right answers; ± is half the 95 % t interval over seeds; - LoRA is the difference paired over "
-    "seeds at the same rank-equivalent and modules, p of its paired t test; in LoRA's: the mean is within or above "
-    "LoRA's 95 % interval (parameters within 5 % of LoRA's); rate is the learning rate, chosen on validation data"
+    "scores in % of right answers; ± is half of one 95 % t interval over seeds, not widened for the number of rows; "
+    "- LoRA is the difference paired over seeds at the same rank-equivalent and modules, "
+    f"{ADJUSTED} that of its paired t test, adjusted for all of the table; in LoRA's: the mean is within or above "
+    "LoRA's 95 % interval (parameters within 5 % of LoRA's); rate is the learning rate, the best on validation data "
+    "where several were tried; (lowest) or (highest): it ends those tried, so a better one may lie beyond"
+)
+COMPARED = (
+    "TESSA's slices at equal budget (parameters within 5 %): difference of the scores paired over seeds, "
+    f"± as above, {ADJUSTED} adjusted for all of this table"
 )
 
 
@@ -205,6 +324,9 @@ def render(frame: pd.DataFrame, width: int = 110) -> str:
             f"{experiment}: model {mine['model'].iloc[0]} {mine['dtype'].iloc[0]} on {mine['device'].iloc[0]}"
         )
         blocks += [head, part.drop(columns=["experiment", "setting"]).to_string(index=False)]
+        pairs = comparisons(mine)
+        if len(pairs):
+            blocks += [COMPARED, pairs.drop(columns=["experiment", "setting"]).to_string(index=False)]
         for line in expected(str(mine["protocol"].iloc[0])):
             blocks.append(f"published: {line}")
     failed = frame[frame["method"].notna() & (frame["status"] != "complete")].drop_duplicates("cell")

@@ -56,7 +56,7 @@ def test_rates_are_chosen_on_validation_data(tmp_path):
     table = quality.table(load(tmp_path))
     lora = table[(table["structure"] == "LoRA") & (table["r"] == "4")].iloc[0]
     assert lora["mean of tasks"].startswith("51.0 ±")
-    assert lora["rate"] == "0.01"
+    assert lora["rate"] == "0.01 (highest)"
 
 
 def test_seeds_come_round_by_round_so_that_whole_comparisons_are_there_early(tmp_path):
