@@ -112,6 +112,9 @@ def serve(connection: socket.socket) -> None:
 
     for name in LOADED:
         importlib.import_module(name)
+    # A rank waits for its next step busily, for up to a second, on cores that other engines want meanwhile.
+    waiting = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast").SpinCondition
+    waiting.__init__.__defaults__ = (0.0,)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     while True:
         message, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
