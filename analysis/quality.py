@@ -31,8 +31,9 @@ NAMES = {"lora": "LoRA", "bd_lora": "BD-LoRA", "tessa": "TESSA", "full": "full f
 
 def rows(frame: pd.DataFrame) -> pd.DataFrame:
     """The complete rows that count; empty where there are none. `structure` names the trained structure."""
-    if "method" not in frame:
-        return pd.DataFrame(columns=[*frame.columns, *KEYS, "structure", "seed", "task", "value"])
+    if "method" not in frame or "value" not in frame:
+        needed = [*frame.columns, *KEYS, "structure", "seed", "task", "value"]
+        return pd.DataFrame(columns=list(dict.fromkeys(needed)))
     found = frame[frame["method"].notna() & (frame["status"] == "complete")]
     found = found[found["role"].eq("test") & found["value"].notna()].copy()
     found["value"] = found["value"].astype(float)
@@ -279,11 +280,12 @@ def _tried(frame: pd.DataFrame) -> dict[tuple[str, str, str, float | None], set[
         return {}
     found = frame[frame["method"].notna() & frame["role"].eq("search")].copy()
     found["structure"] = structure(found)
-    keys = ["experiment", "setting", "structure", "rank_equivalent"]
-    return {
-        (str(e), str(s), str(k), None if pd.isna(r) else float(r)): set(rates.dropna().astype(float))
-        for (e, s, k, r), rates in found.groupby(keys, dropna=False)["learning_rate"]
-    }
+    out: dict[tuple[str, str, str, float | None], set[float]] = {}
+    for row in found[found["learning_rate"].notna()].itertuples():
+        budget = None if pd.isna(row.rank_equivalent) else float(row.rank_equivalent)
+        key = (str(row.experiment), str(row.setting), str(row.structure), budget)
+        out.setdefault(key, set()).add(float(row.learning_rate))
+    return out
 
 
 def _rate(rate: float | None, tried: set[float]) -> str:

@@ -8,8 +8,9 @@ import analysis_store
 import numpy as np
 import pytest
 
+from analysis import load
 from analysis.__main__ import main
-from analysis.compare import compare
+from analysis.compare import as_text, compare
 from analysis.ratios import between_stores
 
 
@@ -57,6 +58,78 @@ def test_other_work_is_not_compared(tmp_path):
     found = compare(tmp_path / "a" / "results", tmp_path / "b" / "results")
     assert found.rows == []
     assert [text.split(": ")[1] for text in found.changed] == ["complete -> missing", "missing -> complete"]
+
+
+def test_noise_of_many_cells_is_no_regression(tmp_path):
+    """The same speeds but for noise: some of the intervals at 95 % each do not hold 1."""
+    rng = np.random.default_rng(0)
+    for root in ("a", "b"):
+        for i in range(20):
+            speeds = list(100 * np.exp(0.1 * rng.standard_normal(5)))
+            analysis_store.write_cell(tmp_path / root, "tessa", speeds, setting=f"s{i}")
+    found = compare(tmp_path / "a" / "results", tmp_path / "b" / "results")
+    assert found.count == 100
+    assert found.level == pytest.approx(99.95)
+    assert [row for row in found.rows if row.mark] == []
+    frames = [load(tmp_path / root / "results") for root in ("a", "b")]
+    one_by_one = []
+    for i in range(20):
+        (a, b) = (frame[frame["setting"] == f"s{i}"]["output_tokens_per_s"] for frame in frames)
+        one_by_one.append(between_stores(b.to_numpy(float), a.to_numpy(float)))
+    assert any(one.low > 1 or one.high < 1 for one in one_by_one)
+    assert "so that all 100 of them hold at once" in " ".join(as_text(found).split())
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Two sets of trainings; in B TESSA lost ten points, and one of LoRA's seeds failed."""
+    for root, gain in (("a", 0.0), ("b", -0.1)):
+        analysis_store.quality(tmp_path / root / "results", gain)
+    file = next((tmp_path / "b" / "results" / "quality").glob("lora-r4-*/summary.json"))
+    summary = json.loads(file.read_text())
+    file.write_text(json.dumps({**summary, "status": "failed", "reason": "training: it broke"}))
+    return tmp_path / "a" / "results", tmp_path / "b" / "results"
+
+
+def test_scores_are_compared_by_structure_budget_and_task(trained):
+    found = compare(*trained)
+    assert found.rows == []
+    assert len(found.scores) == 2 * 17
+    assert {score.structure for score in found.scores if score.mark == "worse"} == {
+        "tessa across random",
+        "tessa along random",
+    }
+    assert found.regressions == [score for score in found.scores if "tessa" in score.structure]
+    one = found.regressions[0]
+    assert one.difference == pytest.approx(-0.1)
+    assert (one.seeds, one.task) == (3, "base7_addition")
+    lora = [score for score in found.scores if (score.structure, score.rank_equivalent) == ("lora", 4)]
+    assert [(score.seeds, score.mark) for score in lora] == [(2, "")] * 2
+    (text,) = found.lost
+    assert text.startswith("quality/lora-r4-")
+    assert text.endswith(": complete -> failed")
+
+
+def test_trainings_that_all_failed_have_no_scores(trained):
+    for file in trained[1].rglob("summary.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "status": "failed", "rounds": []}))
+    found = compare(*trained)
+    assert (found.scores, len(found.lost)) == ([], 51)
+
+
+def test_a_pair_of_nothing_but_trainings_or_tables_is_not_called_empty(trained, tmp_path, capsys):
+    a, b = map(str, trained)
+    assert main(["compare", a, b, "--fail"]) == 1
+    out = capsys.readouterr().out
+    assert "TESSA across, random" in out
+    assert "34 comparisons, 16 worse, 1 cells lost" in out
+    assert main(["compare", a, a, "--fail", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["scores"]) == 34
+    for root in ("c", "d"):
+        (tmp_path / root / "layer_step").mkdir(parents=True)
+        (tmp_path / root / "layer_step" / "rows.csv").write_text("x\n1\n")
+    assert main(["compare", str(tmp_path / "c"), str(tmp_path / "d")]) == 0
+    assert "no comparison: tables of layer_step" in capsys.readouterr().out
 
 
 def test_welch_interval_of_a_ratio():
