@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib
 import pandas as pd
+from matplotlib.colors import to_hex, to_rgb
 
 matplotlib.use("Agg")
 
@@ -51,6 +52,7 @@ NAMES = {
     "slora_upstream": "S-LoRA (authors')",
     "openai": "server",
 }
+LIGHTER = 0.6
 HATCHES = {"measured": "", "emulated": "///", "modelled": "xxx"}
 LINES = {"measured": "-", "emulated": "--", "modelled": ":"}
 ONE_COLUMN, TWO_COLUMNS = 3.4, 7.0
@@ -75,11 +77,12 @@ RC: dict[Any, Any] = {
 
 
 def colour(variant: str) -> str:
-    """Colour of a backend or of one of its variants (`punica:stock` looks like `punica`)."""
-    backend = variant.partition(":")[0]
-    if backend in COLOURS:
-        return COLOURS[backend]
-    return SPARE_COLOURS[sum(map(ord, backend)) % len(SPARE_COLOURS)]
+    """Colour of a backend; its variants have a lighter one (`punica:stock` beside `punica`)."""
+    backend, _, rest = variant.partition(":")
+    own = COLOURS.get(backend) or SPARE_COLOURS[sum(map(ord, backend)) % len(SPARE_COLOURS)]
+    if not rest:
+        return own
+    return to_hex([1 - LIGHTER * (1 - part) for part in to_rgb(own)])
 
 
 def name(variant: str) -> str:

@@ -222,7 +222,7 @@ def rates(root: Path, capacity: dict[str, float] | None = None, slo: bool = True
             took = max(span, n / limit) + 0.5
             wait = max(0.0, n / limit - span) / 2
             values = {
-                "requests_per_s": n / took, "scheduled_rate": rate, "e2e_s_p99": 0.6 + 2 * wait,
+                "requests_total": n, "requests_per_s": n / took, "scheduled_rate": rate, "e2e_s_p99": 0.6 + 2 * wait,
                 "ttft_s_p50": 0.05 + wait, "ttft_s_p99": 0.1 + 2 * wait, "tpot_s_p50": 0.01 * (1 + served / limit),
                 "slora_attainment": 1.0 if wait < 3 else 0.4,
                 **({"slo_attainment": 1 / (1 + wait), "goodput_requests_per_s": n / took / (1 + wait)} if slo else {}),
@@ -230,7 +230,7 @@ def rates(root: Path, capacity: dict[str, float] | None = None, slo: bool = True
             status = "timeout" if backend == "plain_lora" and rate == 16 else "complete"
             write_cell(root, backend, [n / took * 10, n / took * 10.2], experiment="rate_sweep", status=status,
                        setting=f"r{rate}", metrics=values,
-                       labels={"request_rate": rate, "num_requests": n, "arrivals": "poisson"})  # fmt: skip
+                       labels={"request_rate": rate, "num_requests": None, "arrivals": "poisson"})  # fmt: skip
 
 
 def traces(root: Path) -> None:
@@ -285,6 +285,25 @@ def quality(results: Path, gain: float = 0.0, params: float = 1.0) -> None:
             )
 
 
+def trainings(
+    structure: str, scores: dict[str, list[float]], rank: int = 4, params: int = 1000, rate: float = 1e-2,
+    role: str = "test",
+) -> pd.DataFrame:  # fmt: skip
+    """Rows of `load()` of one structure such as `tessa across random`: `scores` of each task, one per seed."""
+    method, placement, rule, *_ = [*structure.split(), None, None]
+    return pd.DataFrame(
+        {
+            "experiment": "quality", "setting": "s", "protocol": "skills", "model": "skills", "dtype": "float32",
+            "device": "cpu", "status": "complete", "reason": None, "provenance": "measured", "role": role,
+            "method": method, "placement": placement, "offset_rule": rule, "targets": "all", "rank_equivalent": rank,
+            "learning_rate": rate, "trainable_params": params, "budget_ratio": params / 1000, "stderr": 0.01,
+            "cell": f"{structure} {rank} {rate} {role} {seed}", "seed": seed, "task": task, "value": value,
+        }
+        for task, values in scores.items()
+        for seed, value in enumerate(values)
+    )  # fmt: skip
+
+
 LAYER_START = {"tp": 4, "sequences": 8, "length": 16, "rank": 16, "distinct": 2, "resident": 2}
 
 
@@ -298,6 +317,7 @@ def layer_step_rows() -> pd.DataFrame:
             "tokens": settings["sequences"], "device": "gpu", "machine": "gpu", "dtype": "bfloat16", "scale": 1,
             "measured_at": "2026-01-01", "adapter_cost_kernels": cost, "adapter_cost_kernels_low": cost - 0.01,
             "adapter_cost_kernels_high": cost + 0.01, "git_sha": CLEAN["sha"], "git_dirty": CLEAN["dirty"],
+            "layer_s": 1e-3,
         }  # fmt: skip
 
     rows = []

@@ -18,13 +18,13 @@ from tessa.errors import UserError
 
 import matplotlib.pyplot as plt  # isort: skip
 
-__all__ = ["EXPERIMENTS", "Drawn", "caption", "draw", "draw_all", "only_reference"]
+__all__ = ["EXPERIMENTS", "STUDIES", "Drawn", "caption", "draw", "draw_all", "only_reference"]
 
 EXPERIMENTS = (
     "tp_scaling", "adapter_count", "popularity", "rate_sweep", "trace_replay", "budget_sweep", "batch_sweep",
     "breakdown", "quality", "layer_step", "interconnect", "projection", "collectives", "schedules",
 )  # fmt: skip
-_STUDIES: dict[str, tuple[Any, str]] = {
+STUDIES: dict[str, tuple[Any, str]] = {
     "layer_step": (layer_step, "emulated"),
     "projection": (projection, "modelled"),
     "collectives": (collectives, "measured"),
@@ -113,8 +113,9 @@ def _figures(part: pd.DataFrame, results: Path, notes: dict[str, object]) -> dic
     if experiment == "interconnect" and len(latencies.predictions(part)):
         return {"": interconnect.against_latency(part, notes)}
     sweep = sweeps.SWEEPS.get(experiment)
-    # Without a value there is no axis; the bars say more.
-    if sweep is None or sweep.x not in part or part[sweep.x].isna().all():
+    # Without two values there is no axis; the bars say more.
+    fewest = 1 if sweep is not None and sweep.categorical else 2
+    if sweep is None or sweep.x not in part or part[sweep.x].nunique() < fewest:
         return {"": scaling.over_tp(part)}
     if sweep.categorical:
         found = {"": scaling.over_names(part, sweep)}
@@ -139,7 +140,7 @@ def draw_all(
     wanted = frame[frame["experiment"].isin(experiments)] if experiments != EXPERIMENTS else frame
     done = Drawn(draw(wanted, folder, results, reference))
     for experiment in experiments:
-        if experiment in _STUDIES:
+        if experiment in STUDIES:
             try:
                 _draw_study(done, experiment, results, folder, reference)
                 continue
@@ -163,7 +164,7 @@ def draw_all(
 
 
 def _draw_study(done: Drawn, experiment: str, results: Path, folder: Path, reference: bool) -> None:
-    study, kind = _STUDIES[experiment]
+    study, kind = STUDIES[experiment]
     rows = study.read(results, reference=reference)
     said = _study(experiment, kind, rows, reference)
     paths = [path for path in study.draw(results, folder, reference) if path.suffix == ".png"]

@@ -13,23 +13,29 @@ from analysis import style, sweeps
 from analysis.figures import marks
 
 TOLERANCE = 0.10
+GENERATIONS = 4
 KNEE_RULE = (
     "A rate is sustained if the run ends no later than 10 % after the arrivals and one generation "
     "(p99 of the end-to-end latency less that of TTFT, at the lowest rate), mean over rounds. The knee is the "
-    "highest rate that is sustained together with all lower ones; it lies between that rate and the next one measured."
+    "highest rate that is sustained together with all lower ones; it lies between that rate and the next one measured. "
+    f"Arrivals that last less than {GENERATIONS} generations are over before a queue shows, and tell nothing."
 )
 
 
 @dataclass(frozen=True)
 class Knee:
     """last: highest rate that a backend sustained, None if not even the lowest. beyond: the next one measured, None
-    if the sweep ended before the knee. lost: the next rate, where it has no result that would tell."""
+    if the sweep ended before the knee. lost: the next rate, where it has no result that would tell. short: the next
+    rate, where its arrivals are over too soon to tell."""
 
     last: float | None
     beyond: float | None
     lost: float | None = None
+    short: float | None = None
 
     def text(self) -> str:
+        if self.short is not None:
+            return f"not found: too few requests at {self.short:g} requests/s to tell"
         if self.lost is not None:
             return f"not found: no result at {self.lost:g} requests/s"
         if self.last is None:
@@ -44,7 +50,7 @@ class Knee:
 def knee(rows: pd.DataFrame) -> Knee:
     """The knee of one backend by KNEE_RULE, from its complete rounds at all rates."""
     good = rows[(rows["status"] == "complete") & rows["request_rate"].notna()]
-    needed = ("requests_per_s", "scheduled_rate", "e2e_s_p99", "ttft_s_p99", "num_requests")
+    needed = ("requests_per_s", "scheduled_rate", "e2e_s_p99", "ttft_s_p99", "requests_total")
     if good.empty or any(name not in good or good[name].isna().all() for name in needed):
         return Knee(None, None)
     rates = sorted(rows["request_rate"].dropna().unique())
@@ -58,8 +64,10 @@ def knee(rows: pd.DataFrame) -> Knee:
             # Beyond saturation a run may never end in time, which is an answer; another failure is none.
             late = (rows.loc[rows["request_rate"] == rate, "status"] == "timeout").any()
             return Knee(last, float(rate)) if late else Knee(last, None, float(rate))
-        count = mine["num_requests"].astype(float)
+        count = mine["requests_total"].astype(float)
         arrivals = (count - 1) / mine["scheduled_rate"].astype(float)
+        if float(arrivals.mean()) < GENERATIONS * generation:
+            return Knee(last, None, short=float(rate))
         took = count / mine["requests_per_s"].astype(float)
         if float((took / (arrivals + generation)).mean()) > 1 + TOLERANCE:
             return Knee(last, float(rate))
@@ -121,7 +129,7 @@ def _mark_knees(axes: Any, found: dict[str, Knee], rates: Sequence[float]) -> No
     """Triangles above the first panel; those at one rate stand on top of each other."""
     stacked: dict[float, int] = {}
     for variant, at in found.items():
-        if at.last is None or at.lost is not None:
+        if at.last is None or at.lost is not None or at.short is not None:
             continue
         level = stacked.get(at.last, 0)
         stacked[at.last] = level + 1

@@ -79,7 +79,7 @@ def test_every_backend_has_its_own_colour_and_name():
     assert set(style.COLOURS) == set(style.NAMES) == set(style.MARKERS)
     assert all(style.colour(backend) and style.name(backend) for backend in REGISTRY)
     assert len(set(style.COLOURS.values())) == len(style.COLOURS)
-    assert style.colour("punica:stock") == style.colour("punica")
+    assert style.colour("punica:stock") not in style.COLOURS.values()
     assert style.name("slora:compute=off") == "S-LoRA (compute=off)"
     assert style.colour("something_new") in style.SPARE_COLOURS
 
@@ -167,6 +167,14 @@ def test_a_rate_that_was_too_high_from_the_start_and_one_without_a_limit(tmp_pat
     assert rate.knees(part)["base"] == rate.Knee(None, 0.5)
     assert rate.knees(part)["base"].text() == "below 0.5 requests/s"
     assert rate.chosen_columns(part)[-2:] == ("slora_attainment", "requests_per_s")
+
+
+def test_arrivals_that_are_over_before_a_queue_shows_tell_nothing(full):
+    part = full[(full["experiment"] == "rate_sweep") & (full["variant"] == "tessa")].copy()
+    part.loc[part["request_rate"] == 8, "requests_total"] = 16.0  # 1.9 s, under four generations of 0.5 s
+    found = rate.knees(part)["tessa"]
+    assert found == rate.Knee(4.0, None, short=8.0)
+    assert "too few requests at 8 requests/s" in found.text()
 
 
 @pytest.mark.parametrize(("status", "knee"), [("timeout", (4.0, 8.0, None)), ("failed", (4.0, None, 8.0))])
