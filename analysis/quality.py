@@ -278,13 +278,14 @@ def _tried(frame: pd.DataFrame) -> dict[tuple[str, str, str, float | None], set[
     """Learning rates that the search tried, also where that failed, by experiment, setting, structure and budget."""
     if "role" not in frame:
         return {}
-    found = frame[frame["method"].notna() & frame["role"].eq("search")].copy()
-    found["structure"] = structure(found)
+    found = frame[frame["method"].notna() & frame["role"].eq("search")]
+    found = found[found["learning_rate"].notna()]
     out: dict[tuple[str, str, str, float | None], set[float]] = {}
-    for row in found[found["learning_rate"].notna()].itertuples():
-        budget = None if pd.isna(row.rank_equivalent) else float(row.rank_equivalent)
-        key = (str(row.experiment), str(row.setting), str(row.structure), budget)
-        out.setdefault(key, set()).add(float(row.learning_rate))
+    names = zip(found["experiment"], found["setting"], structure(found), strict=True)
+    numbers = found[["rank_equivalent", "learning_rate"]].astype(float).to_numpy()
+    for (experiment, setting, kind), (budget, rate) in zip(names, numbers, strict=True):
+        key = (str(experiment), str(setting), str(kind), float(budget) if np.isfinite(budget) else None)
+        out.setdefault(key, set()).add(float(rate))
     return out
 
 

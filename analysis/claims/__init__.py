@@ -13,7 +13,7 @@ import pandas as pd
 
 from analysis.claims import evidence, quality
 from analysis.claims.evidence import PROVENANCES, Evidence
-from analysis.claims.rules import CLAIMS, COMMON, NOT_TESTED, Claim
+from analysis.claims.rules import CLAIMS, COMMON, MARGIN_POINTS, NOT_TESTED, Claim
 from analysis.figures import only_reference
 from analysis.quality import rows as quality_rows
 
@@ -58,12 +58,13 @@ def _judged(claim: Claim, found: list[Evidence]) -> dict[str, Any]:
         "ours": None,
         "unit": claim.unit,
     }
-    usable = [e for e in found if math.isfinite(e.value)]
+    usable = [e for e in found if e.judged and math.isfinite(e.value)]
     same = _strongest(usable)
     if not same:
         rest = {"interval": None, "provenance": None, "setting": None, "verdict": NOT_TESTED, "note": ""}
         return {**row, **rest, "rule": claim.rule, "evidence": []}
-    chosen = max(same, key=lambda e: (e.above, e.value)) if claim.greatest else _average(same)
+    extreme = max if claim.greatest else min
+    chosen = extreme(same, key=lambda e: (e.above, e.value))
     interval = [_number(chosen.low), _number(chosen.high)] if math.isfinite(chosen.low) else None
     return {
         **row,
@@ -86,12 +87,6 @@ def _strongest(found: list[Evidence]) -> list[Evidence]:
     return []
 
 
-def _average(same: list[Evidence]) -> Evidence:
-    """The entry nearest the middle of all, so that its interval and setting are those of one real comparison."""
-    middle = sorted(e.value for e in same)[(len(same) - 1) // 2]
-    return min(same, key=lambda e: abs(e.value - middle))
-
-
 def _note(claim: Claim, e: Evidence, same: list[Evidence]) -> str:
     words = []
     if claim.id != "C5":
@@ -101,12 +96,10 @@ def _note(claim: Claim, e: Evidence, same: list[Evidence]) -> str:
         elif math.isfinite(e.reference) and claim.id in ("C3", "C4"):
             words.append(f"{'punica' if claim.id == 'C3' else 'slora'} {e.reference:g}")
     else:
-        inside = sum(x.reference == 1 for x in same)
-        words.append(
-            f"within or above LoRA's interval at {inside} of {len(same)} tasks and budgets; the median one"
-        )
-    if len(same) > 1 and claim.greatest:
-        words.append(f"greatest of {len(same)}")
+        near = sum(x.above >= MARGIN_POINTS for x in same)
+        words.append(f"interval above {MARGIN_POINTS:g} points at {near} of {len(same)} matched budgets")
+    if len(same) > 1:
+        words.append(f"{'greatest' if claim.greatest else 'lowest'} of {len(same)}")
     return ", ".join([*words, e.note] if e.note else words)
 
 
@@ -142,6 +135,7 @@ def _plain(e: Evidence) -> dict[str, Any]:
         "setting": e.setting,
         "reference": _number(e.reference),
         "note": e.note,
+        "judged": e.judged,
     }
 
 

@@ -25,7 +25,7 @@ GENERATED = ("tiny", "tiny_gqa", "small")
 @dataclass(frozen=True)
 class Evidence:
     """One number. value, low, high: in the claim's unit, NaN where not known. reference: what else the rule needs, such
-    as the same cost at the lowest TP degree."""
+    as the same cost at the lowest TP degree. judged: False for a number that is only listed beside the others."""
 
     backend: str
     tp: int
@@ -38,6 +38,7 @@ class Evidence:
     reference: float = np.nan
     reference_tp: int = 0
     note: str = ""
+    judged: bool = True
 
     @property
     def above(self) -> float:

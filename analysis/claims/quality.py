@@ -1,4 +1,4 @@
-"""Evidence of C5: TESSA's default structure against LoRA on the same task, budget, modules and seeds."""
+"""Evidence of C5: TESSA's default structure against LoRA on the same tasks, budget, modules and seeds."""
 
 from __future__ import annotations
 
@@ -6,41 +6,62 @@ import numpy as np
 import pandas as pd
 
 from analysis import quality
-from analysis.claims.evidence import Evidence
+from analysis.claims.evidence import Evidence, together
+from experiments.measure import stats
 
 PREFERRED = ("tessa across random", "tessa across", "tessa")
 
 
 def differences(table: pd.DataFrame) -> list[Evidence]:
-    """One entry per task and matched budget, in points: mean difference over seeds with its paired interval.
+    """One entry per matched budget, in points: the difference of the mean over tasks, averaged over seeds, with its
+    paired interval. Then, not judged, an entry per task of each budget. Intervals of the entries that are judged hold
+    together, and so do those of the others.
 
-    Of the structure that TESSA's configuration chooses by default, where it was trained, else of the first.
-    `reference` is 1 where TESSA's mean is within or above LoRA's interval; `gpu` says that the base model is a
-    published one, not one trained here.
+    Tasks that cannot differ (`Point.saturated`) have no entry, nor has a budget without any other task. Of the
+    structure that TESSA's configuration chooses by default, where it was trained, else of the first. `gpu` says that
+    the base model is a published one, not one trained here.
     """
     if table.empty:
         return []
     kinds = [k for k in (*PREFERRED, *quality.in_order(table["structure"])) if k in set(table["structure"])]
     chosen = next((kind for kind in kinds if kind.startswith("tessa")), None)
-    found = []
     own = {e for e, p in zip(table["experiment"], table["protocol"], strict=True) if p == "skills"}
-    for point in quality.points(table):
-        if point.structure != chosen or point.difference is None or not point.matched:
+    budgets: dict[tuple[str, str, float | None], list[quality.Point]] = {}
+    for point in quality.points(quality.with_mean(table)):
+        if point.structure == chosen and point.matched and len(point.changes) > 1:
+            budgets.setdefault((point.experiment, point.setting, point.rank_equivalent), []).append(point)
+    judged: list[tuple[quality.Point, str]] = []
+    listed: list[tuple[quality.Point, str]] = []
+    for points in budgets.values():
+        tasks = [p for p in points if p.task != quality.MEAN]
+        open_ = [p for p in tasks if not p.saturated]
+        if not open_:
             continue
-        change = point.difference
-        if change.n < 2 or not np.isfinite(change.low):
-            continue
-        setting = f"{point.task}, rank-equivalent {point.rank_equivalent:g}, {chosen}, {change.n} seeds"
-        values = (100 * change.centre, 100 * change.low, 100 * change.high)
-        found.append(
-            Evidence(
-                "tessa",
-                1,
-                *values,
-                point.provenance,
-                setting,
-                point.experiment not in own,
-                float(bool(point.inside)),
-            )
-        )
-    return found
+        note = f"{points[-1].task} at rank-equivalent {points[-1].rank_equivalent:g}"  # the mean comes last
+        if len(open_) < len(tasks):
+            note += f", {len(tasks) - len(open_)} of {len(tasks)} tasks saturated"
+        judged.append((points[-1], note))
+        if len(tasks) > 1:
+            listed += [(p, "") for p in open_]
+    return [
+        _entry(point, note, len(group), point.experiment not in own, group is judged)
+        for group in (judged, listed)
+        for point, note in group
+    ]
+
+
+def _entry(point: quality.Point, note: str, together_with: int, published: bool, judged: bool) -> Evidence:
+    found = stats.t_interval(100 * np.array(point.changes), together(together_with))
+    rank = f"{point.rank_equivalent:g}"
+    return Evidence(
+        "tessa",
+        1,
+        found.centre,
+        found.low,
+        found.high,
+        point.provenance,
+        f"{point.task}, rank-equivalent {rank}, {point.structure}, {found.n} seeds",
+        published,
+        note=note,
+        judged=judged,
+    )

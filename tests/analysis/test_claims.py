@@ -6,10 +6,12 @@ import json
 import shutil
 
 import analysis_store
+import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import ttest_rel
 
-from analysis import claims, load
+from analysis import claims, load, quality
 from analysis.__main__ import main
 from analysis.claims import rules
 
@@ -168,7 +170,65 @@ def test_quality_is_judged_by_the_paired_difference(tmp_path, gain, verdict):
     row = verdicts(tmp_path)["C5"]
     assert row["verdict"] == verdict
     assert row["ours"] == pytest.approx(100 * gain, abs=3)
-    assert len(row["evidence"]) == 8  # of the default placement: four budgets, two tasks
+    judged = [e["interval"] for e in row["evidence"] if e["judged"]]
+    assert len(judged) == 4  # the default placement's means, one per budget
+    assert len(row["evidence"]) == 4 + 4 * 2  # the tasks are listed beside them
+    assert row["interval"] == min(judged)
+    assert "of 4 matched budgets, lowest of 4, mean of tasks at rank-equivalent" in row["note"]
+
+
+def test_quality_is_judged_by_the_mean_over_tasks_with_intervals_that_hold_together():
+    lora, hard = (
+        [0.40, 0.60, 0.50, 0.45, 0.55],
+        {4: [0.50, 0.52, 0.55, 0.43, 0.60], 8: [0.41, 0.55, 0.5, 0.5, 0.6]},
+    )
+    easy = [1.0] * 5
+    parts = []
+    for rank, scores in hard.items():
+        parts.append(analysis_store.trainings("lora", {"easy": easy, "hard": lora}, rank))
+        parts.append(analysis_store.trainings("tessa across random", {"easy": easy, "hard": scores}, rank))
+    found = claims.quality.differences(quality.rows(pd.concat(parts)))
+    judged = [e for e in found if e.judged]
+    for e, scores in zip(judged, hard.values(), strict=True):
+        by_hand = ttest_rel(np.mean([easy, scores], 0), np.mean([easy, lora], 0)).confidence_interval(0.975)
+        assert (e.low, e.high) == pytest.approx((100 * by_hand.low, 100 * by_hand.high))
+        assert e.value == pytest.approx(50 * (np.mean(scores) - np.mean(lora)))
+        assert "1 of 2 tasks saturated" in e.note
+    listed = [e for e in found if not e.judged]
+    assert [e.setting.partition(",")[0] for e in listed] == ["hard", "hard"]
+    by_hand = ttest_rel(hard[4], lora).confidence_interval(0.975)
+    assert (listed[0].low, listed[0].high) == pytest.approx((100 * by_hand.low, 100 * by_hand.high))
+
+
+def test_a_budget_at_which_nothing_can_differ_is_no_evidence():
+    both = {"easy": [1.0] * 3, "hopeless": [0.0] * 3}
+    table = pd.concat([analysis_store.trainings(kind, both) for kind in ("lora", "tessa across random")])
+    assert claims.quality.differences(quality.rows(table)) == []
+    other = pd.concat(
+        [
+            analysis_store.trainings("lora", {"a": [1.0] * 3}),
+            analysis_store.trainings("tessa", {"a": [0.0] * 3}),
+        ]
+    )
+    assert [e.value for e in claims.quality.differences(quality.rows(other))] == [-100]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "published", "verdict"),
+    [
+        ([(-1, 3), (0, 4)], True, "reproduced"),
+        ([(-1, 3), (0, 4)], False, "partly"),
+        ([(-1, 3), (-9, -4)], True, "partly"),
+        ([(-9, -3), (-9, 2)], True, "not"),
+        ([(-9, 2), (-9, -1)], True, "not tested"),
+    ],
+)
+def test_quality_is_comparable_where_the_whole_interval_is_above_the_margin(intervals, published, verdict):
+    found = [
+        claims.evidence.Evidence("tessa", 1, (low + high) / 2, low, high, "measured", "", published)
+        for low, high in intervals
+    ]
+    assert rules.CLAIMS[4].judge(found[0], found) == verdict
 
 
 def test_quality_counts_in_full_on_a_published_model(tmp_path):
