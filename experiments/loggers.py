@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from experiments.config import LoggerConfig
 from experiments.grid import Cell
+from experiments.store import jsonable
 
 
 class Logger(Protocol):
@@ -15,7 +16,9 @@ class Logger(Protocol):
         """Reports one stored cell. Must not raise."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends reporting. Must not raise."""
+        ...
 
 
 class NullLogger:
@@ -31,13 +34,14 @@ class NullLogger:
 class WandbLogger:
     """One wandb run per cell, grouped by experiment; each is finished before the next begins.
 
-    mode `auto` is online with an API key and offline without. After an error the logger says so once and
-    stays quiet for the rest of the run.
+    mode `auto` is online with an API key and offline without. What is sent is scrubbed as the store does it, and
+    what wandb would collect by itself (command line, folders, user, git remote) is left out. After an error the
+    logger says so once and stays quiet for the rest of the run.
     """
 
     def __init__(self, config: LoggerConfig, folder: str, warn: Callable[[str], None]) -> None:
         self._config, self._folder, self._warn = config, folder, warn
-        self._broken = False
+        self._broken = self._started = False
         self.mode: Any = config.mode
         if config.mode == "auto":
             self.mode = "online" if has_key() else "offline"
@@ -56,6 +60,8 @@ class WandbLogger:
     def _log(self, cell: Cell, summary: dict[str, Any]) -> None:
         import wandb
 
+        self._started = True
+        identity, summary = jsonable(cell.identity), jsonable(summary)
         run = wandb.init(
             project=self._config.project,
             entity=self._config.entity,
@@ -63,22 +69,39 @@ class WandbLogger:
             name=cell.name,
             mode=self.mode,
             dir=self._folder,
-            config=cell.identity,
+            config=identity,
             tags=[cell.backend, summary["status"]],
             reinit="finish_previous",
-            settings=wandb.Settings(init_timeout=30, console="off", silent=True),
+            settings=wandb.Settings(
+                init_timeout=30,
+                console="off",
+                silent=True,
+                disable_git=True,
+                save_code=False,
+                x_disable_meta=True,
+                x_disable_stats=True,
+            ),
         )
         try:
             for entry in summary["rounds"]:
                 run.log({**entry.get("metrics", {}), "adapter_cost": entry.get("adapter_cost")})
-            run.summary.update({"status": summary["status"], "reason": summary["reason"], "cell": cell.name})
+            run.summary.update({name: summary[name] for name in ("status", "reason", "cell")})
+            run.summary["git_sha"] = summary["environment"]["git_start"]["sha"]
             for metric, interval in summary.get("intervals", {}).items():
                 run.summary[metric] = interval["centre"]
         finally:
             run.finish(exit_code=0 if summary["status"] == "complete" else 1)
 
     def close(self) -> None:
-        pass
+        """Ends wandb's service; only then is the file of an offline run sure to be whole."""
+        if not self._started:
+            return
+        try:
+            import wandb
+
+            wandb.teardown()
+        except Exception as error:
+            self._warn(f"wandb did not end cleanly ({type(error).__name__}: {error}); the cells are stored")
 
 
 def has_key() -> bool:
