@@ -59,10 +59,21 @@ def crosscheck(rows: pd.DataFrame) -> str:
     )
 
 
+def schedule_lag(rows: pd.DataFrame) -> str:
+    """How late the load generator sends, with an engine that costs nothing."""
+    row = rows.iloc[0]
+    return (
+        f"Schedule lag of the load generator with an engine that costs nothing, {row['requests']:g} requests at "
+        f"{row['rate']:g}/s: p50 {1e3 * row['schedule_lag_s_p50']:.2f} ms, p99 {1e3 * row['schedule_lag_s_p99']:.2f} ms "
+        f"(limit {1e3 * row['tolerance_s']:g} ms); {_where(rows)}."
+    )
+
+
 TABLES: dict[str, Callable[[pd.DataFrame], str]] = {
     "lora_ops": lora_ops,
     "training": training,
     "crosscheck": crosscheck,
+    "schedule_lag": schedule_lag,
 }
 """Folder below the results -> its table."""
 

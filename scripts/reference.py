@@ -115,7 +115,7 @@ STEPS = (
     Step("schedules", ("--threads", "1"), 3, module="experiments.bench_schedules"),
     Step("lora_ops", (), 3, module="experiments.bench_lora_ops"),
     Step("training", (), 2, module="experiments.bench_training"),
-    Step("selfcheck", (), 0.5, module="experiments.measure.selfcheck"),
+    Step("schedule_lag", (), 0.2, module="experiments.measure.selfcheck"),
     Step(
         "crosscheck",
         ("--parts", "throughput-async", "serve", "--rounds", "8"),
