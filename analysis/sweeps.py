@@ -100,7 +100,9 @@ def family_of(experiment: str, labels: Mapping[str, Any], config: Mapping[str, A
             _drop(rest, path)
     else:
         swept = {sweep.x, sweep.facet, "workload_hash", "setting", "num_requests"} if sweep else set()
-        named = {"backend", "variant", "backend_order", "kernels", "tp", "wrong_by_design", *swept}
+        # These follow from the backend and its degree.
+        own = {"adapter_parameters", "budget_ratio", "adapter_rank", "served_rank"}
+        named = {"backend", "variant", "backend_order", "kernels", "tp", "wrong_by_design", *own, *swept}
         rest = {key: value for key, value in labels.items() if key not in named}
     text = json.dumps(rest, sort_keys=True, default=str)
     return hashlib.sha256(f"{experiment}:{text}".encode()).hexdigest()[:8]

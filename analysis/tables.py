@@ -12,10 +12,14 @@ import numpy as np
 import pandas as pd
 
 from analysis import quality, style, sweeps
+from experiments.config import AdaptersConfig
 from experiments.measure import metrics, stats
+from tessa.budget import TOLERANCE
 
 SETTING = ("experiment", "model", "dtype", "device", "setting")
 WIDTH = 110
+USUAL = {"placement": AdaptersConfig.placement, "offset": AdaptersConfig.offset}
+"""Labels that a setting's description leaves out where they are this."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ TABLE = (
 
 SORTED = (
     "num_adapters", "rank_equivalent", "added_latency_us", "request_rate", "prompt_tokens", "concurrency", "popularity",
+    "placement", "offset",
 )  # fmt: skip
 
 
@@ -93,22 +98,56 @@ def in_same_round(part: pd.DataFrame) -> pd.Series:
     return part["adapter_cost_basis"] == "same_round"
 
 
+def unmatched(frame: pd.DataFrame) -> pd.Series:
+    """True for rows whose adapters are known to be more than `TOLERANCE` off LoRA's parameters."""
+    return (_numbers(frame, "budget_ratio") - 1).abs() > TOLERANCE
+
+
+def padded(frame: pd.DataFrame) -> pd.Series:
+    """True for rows known to be served at a larger rank than their adapters have."""
+    return _numbers(frame, "served_rank") > _numbers(frame, "adapter_rank")
+
+
+def _numbers(frame: pd.DataFrame, column: str) -> pd.Series:
+    if column not in frame:
+        return pd.Series(np.nan, index=frame.index)
+    return pd.to_numeric(frame[column], errors="coerce").astype("float64")
+
+
 def end_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row per (setting, tp, variant), formatted, in the fixed order of backends. NaN shows as a dash."""
+    """One row per (setting, tp, variant), formatted, in the fixed order of backends. NaN shows as a dash.
+
+    Settings that read the same bear their hash.
+    """
     rows = []
+    hashes: dict[str, set[str]] = {}
     for part in settings(frame):
         for tp, at_tp in part.groupby("tp", sort=True):
             for variant in style.in_order(at_tp):
                 mine = at_tp[at_tp["variant"] == variant]
                 row = {"setting": describe(mine), "tp": str(tp), "backend": variant}
+                row["hash"] = str(mine["setting"].iloc[0]) if "setting" in mine else ""
+                hashes.setdefault(row["setting"], set()).add(row["hash"])
                 for column in TABLE:
                     row[f"{column.heading}\n{column.unit}"] = _cell(mine, column)
+                row["params\nx LoRA"] = _marked(mine, "budget_ratio", 2, "§" if unmatched(mine).any() else "")
+                row["rank\nserved"] = _marked(mine, "served_rank", 0, "†" if padded(mine).any() else "")
                 row["rounds"] = str(int((mine["status"] == "complete").sum()) or "-")
                 row["status"] = ", ".join(dict.fromkeys(mine["status"]))
                 if "wrong_by_design" in mine and mine["wrong_by_design"].fillna(False).astype(bool).any():
                     row["status"] += " (outputs wrong by design)"
                 rows.append(row)
+    for row in rows:
+        own = row.pop("hash")
+        if len(hashes[row["setting"]]) > 1:
+            row["setting"] += f", setting {own}"
     return pd.DataFrame(rows)
+
+
+def _marked(part: pd.DataFrame, column: str, digits: int, mark: str) -> str:
+    """A label's number with a mark behind it; a dash where it is not known."""
+    known = _numbers(part, column).dropna()
+    return f"{known.iloc[0]:.{digits}f} {mark}".strip() if len(known) else "-"
 
 
 def _cell(part: pd.DataFrame, column: Column) -> str:
@@ -132,7 +171,8 @@ def describe(part: pd.DataFrame) -> str:
         str(first["experiment"]),
         f"model {first['model']} {first['dtype']} on {first['device']}",
         _hashes(part),
-        f"{_values(part, 'num_requests')} requests {_values(part, 'arrivals')}",
+        f"{_values(part, 'num_requests' if part['num_requests'].notna().any() else 'requests_total')} requests "
+        f"{_values(part, 'arrivals')}",
     ]
     for column, unit in (("request_rate", "{} requests/s"), ("concurrency", "concurrency {}"),
                          ("prompt_tokens", "prompts of {} tokens"), ("output_tokens", "outputs of {}"),
@@ -141,6 +181,11 @@ def describe(part: pd.DataFrame) -> str:
             words.append(unit.format(_values(part, column)))
     words.append(f"adapters {_values(part, 'num_adapters')} {_values(part, 'popularity')}")
     words.append(f"rank-equivalent {_values(part, 'rank_equivalent')}")
+    for column, usual in USUAL.items():
+        if column in part and set(part[column].dropna()) - {usual}:
+            words.append(f"{column} {_values(part, column)}")
+    if "placement" in part and (part["placement"] == "along").any():
+        words.append(f"{_values(part, 'shards')} shards")
     modules = sweeps.in_order("target_modules", part["target_modules"]) if "target_modules" in part else []
     shown = [sweeps.shown("target_modules", value) for value in modules]
     if shown and shown != [sweeps.MODULE_SETS[sweeps.ALL_MODULES]]:
@@ -205,6 +250,14 @@ def definitions() -> str:
     lines = [
         f"{heads[m.name].split()[0] if m.distribution else heads[m.name]} = {m.definition}" for m in seen
     ]
+    lines.append(
+        "params = parameters over LoRA's at the same rank-equivalent, of the adapter farthest from it; § = more than "
+        f"{100 * TOLERANCE:g} % off, so not a matched budget"
+    )
+    lines.append(
+        "rank = the rank at which LoRA factors are stored and computed (TESSA's slices have none); † = larger than the "
+        "adapters' own"
+    )
     lines.append("‡ = base was not measured in the same rounds, so the cost has no interval")
     lines.append(
         "± is half the 95 % t interval over the rounds; latencies are means over rounds of the percentile"

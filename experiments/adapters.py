@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.offload import publish, run_module
+from tessa.budget import bd_lora_params, lora_params
 from tessa.errors import UserError
+from tessa.offsets import plan_slices
+from tessa.slices import Slice, parallel_of
 
 LAYOUT = 2  # part of the folder's hash: raise it when the same description makes other weights
 RELATIVE_STRENGTH = 0.3
@@ -55,6 +58,29 @@ class AdapterSet:
     @property
     def names(self) -> list[str]:
         return [adapter_name(i) for i in range(len(self.ranks))]
+
+    def slices(self, index: int) -> dict[str, Slice]:
+        """A TESSA adapter's slices by module path. Raises UserError where the description does not fit the model."""
+        return plan_slices(
+            self.shapes,
+            rank=self.ranks[index],
+            placement=self.placement,
+            shards=self.shards,
+            rule=self.offset,
+            seed=self.seed + index,
+        )
+
+    def parameters(self, index: int) -> int:
+        """How many parameters an adapter really has. Raises UserError as `slices`, or where blocks do not fit."""
+        rank = self.ranks[index]
+        if self.format == "tessa":
+            return sum(s.num_params for s in self.slices(index).values())
+        if self.format == "bd_lora":
+            return sum(
+                bd_lora_params(rank, *shape, parallel_of(module), self.blocks)
+                for module, shape in self.shapes.items()
+            )
+        return int(sum(lora_params(rank, *shape) for shape in self.shapes.values()))
 
 
 def adapter_name(index: int) -> str:
@@ -94,17 +120,9 @@ def _write_tessa(spec: AdapterSet, index: int, rank: int, folder: Path) -> None:
     import torch
 
     from tessa.adapter_io import write_adapter
-    from tessa.offsets import plan_slices
 
     rng = np.random.default_rng([spec.seed, index])
-    slices = plan_slices(
-        spec.shapes,
-        rank=rank,
-        placement=spec.placement,
-        shards=spec.shards,
-        rule=spec.offset,
-        seed=spec.seed + index,
-    )
+    slices = spec.slices(index)
     deltas = {}
     for module, s in slices.items():
         # A slice touches width of d_in inputs (axis in) or of d_out outputs: an entry as large as the weight's
@@ -141,8 +159,6 @@ def _write_lora(spec: AdapterSet, index: int, rank: int, folder: Path) -> None:
 
 def _write_bd_lora(spec: AdapterSet, index: int, rank: int, folder: Path) -> None:
     """PEFT's layout: the block-diagonal factor is stored as its blocks side by side."""
-    from tessa.slices import parallel_of
-
     n = spec.blocks
     shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
     for module, (d_out, d_in) in spec.shapes.items():

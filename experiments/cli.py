@@ -29,6 +29,7 @@ from experiments.runner import EngineFactory, Outcome, Runner
 from experiments.store import Store
 from experiments.workload import spec as workload_spec
 from experiments.workload.types import Workload
+from tessa.budget import TOLERANCE
 from tessa.errors import UserError
 
 EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -61,6 +62,24 @@ def plan_run(config: RunConfig, device: str | None = None) -> Plan:
                 f"model's {model.architecture.get('max_position_embeddings', longest)}."
             )
     return plan
+
+
+def notes(plan: Plan) -> list[str]:
+    """What a reader of the numbers has to know of the adapters, a line each: budgets that are not LoRA's, and ranks
+    that are padded."""
+    off, padded = [], []
+    for cell in plan.cells:
+        what = f"{cell.variant} at rank-equivalent {cell.labels['rank_equivalent']}"
+        ratio, own, served = (cell.labels[key] for key in ("budget_ratio", "adapter_rank", "served_rank"))
+        if ratio is not None and abs(ratio - 1) > TOLERANCE:
+            off.append(f"{what} ({ratio:.2f} times)")
+        if served is not None and served > own:
+            padded.append(f"{what} ({served} for {own})")
+    lines = (
+        (f"not within {100 * TOLERANCE:g} % of LoRA's parameters: ", off),
+        ("served at a larger rank than the adapters have, and so at more memory and compute: ", padded),
+    )
+    return [head + ", ".join(dict.fromkeys(found)) for head, found in lines if found]
 
 
 def check_load(workload: Workload, max_in_flight: int | None) -> None:
@@ -216,10 +235,12 @@ def _execute(
     store = Store(results, plan.experiment, create=not looking)
     if looking:
         lines = status_lines(plan, store) if mode == "status" else dry_run_lines(plan, store, config)
-        print("\n".join(lines))
+        print("\n".join([*lines, *(notes(plan) if mode != "status" else ())]))
         return EXIT_OK
     provenance.check_same_code(provenance.submit_state(), provenance.git_state(), config.allow_sha_change)
     console = Console()
+    for line in notes(plan):
+        console.note(line)
     cache = cache_folder(config)
     runner = Runner(
         plan=plan,

@@ -17,11 +17,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from baselines import REGISTRY
 from tessa.errors import UserError
+from tessa.slices import PLACEMENTS
 
 BACKEND_ORDER = tuple(REGISTRY)
 """The order of backends in every run, table and figure; names that are not listed follow, sorted."""
 
 ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OFFSETS = ("first", "random")
+"""Rules for generated adapters: the others of `tessa.offsets` choose by data, which random weights do not have."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 INTERLEAVE = ("resident", "restart", "off")
 BASE_REFERENCE = ("stored", "rerun")
@@ -366,6 +369,13 @@ def check(config: RunConfig) -> None:
         raise UserError(f"workload.base_fraction={config.workload.base_fraction} must lie between 0 and 1")
     if not config.adapters.target_modules:
         raise UserError("adapters.target_modules is empty: name at least one of " + ", ".join(ALL_MODULES))
+    one_of("adapters.placement", config.adapters.placement, PLACEMENTS)
+    one_of("adapters.offset", config.adapters.offset, OFFSETS)
+    ranks = config.adapters.ranks
+    if ranks is not None and (not ranks or min(ranks) < 1):
+        raise UserError(
+            f"adapters.ranks={ranks} must be a list of ranks of 1 or more, or null for rank_equivalent"
+        )
     for module in config.adapters.target_modules:
         one_of("adapters.target_modules", module, ALL_MODULES)
     if config.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", config.name):

@@ -21,7 +21,9 @@ from typing import Any, Protocol
 from baselines import REGISTRY, get_backend
 from experiments import backends as backends_module
 from experiments import config as schema
+from experiments import models
 from experiments.config import BackendConfig, RunConfig
+from experiments.engine.build import adapter_labels, check_adapters
 from experiments.identity import (
     BACKEND_KEYS,
     canonical_hash,
@@ -139,7 +141,8 @@ def expand(
     """The plan of a run.
 
     `backends` holds the config of every known backend, `device` is `cpu` or `cuda`, `build` makes a workload
-    from `workload_spec`'s dict. Raises UserError for a wrong grid, an unknown backend or a bad workload.
+    from `workload_spec`'s dict. Raises UserError for a wrong grid, an unknown backend, a bad workload, or adapters that
+    a backend cannot serve.
     """
     if config.name is None:
         raise UserError("no experiment chosen: pass experiment=<name>, for example experiment=tp_scaling")
@@ -148,6 +151,7 @@ def expand(
     by_spec: dict[str, BuiltWorkload] = {}
     groups: dict[str, dict[str, list[Cell]]] = {}
     engines: dict[str, tuple[dict[str, Any], RunConfig]] = {}
+    adapters: dict[str, dict[str, Any]] = {}
     order: dict[str, list[str]] = {}
     seen: set[str] = set()
     for values in combinations(config):
@@ -167,14 +171,18 @@ def expand(
                 "workload": {"hash": workload.hash, "spec": workload.meta["spec"]},
                 "measure": measure_identity(one),
             }
-            named = {**labels(identity), "measure": config.measure.name}
+            engine = start_identity(engine)
+            point_key = canonical_hash({k: v for k, v in engine.items() if k not in BACKEND_KEYS})
+            engine_key = canonical_hash(engine)
+            if engine_key not in adapters:
+                model = models.load_spec(one.model)
+                check_adapters(engine, model)
+                adapters[engine_key] = adapter_labels(engine, model)
+            named = {**labels(identity), **adapters[engine_key], "measure": config.measure.name}
             cell = Cell(config.name, identity, named, canonical_hash(identity))
             if cell.hash in seen:
                 continue
             seen.add(cell.hash)
-            engine = start_identity(engine)
-            point_key = canonical_hash({k: v for k, v in engine.items() if k not in BACKEND_KEYS})
-            engine_key = canonical_hash(engine)
             engines.setdefault(engine_key, (engine, one))
             groups.setdefault(point_key, {}).setdefault(engine_key, []).append(cell)
             if cell.case not in order.setdefault(point_key, []):

@@ -130,7 +130,8 @@ def measure_identity(config: RunConfig) -> dict[str, Any]:
 def labels(identity: dict[str, Any]) -> dict[str, Any]:
     """The columns that name a cell in `analysis.load()`."""
     spec, adapters = identity["workload"]["spec"], identity["adapters"]
-    arrivals = spec.get("arrivals") or {}
+    arrivals, slora = spec.get("arrivals") or {}, spec.get("slora") or {}
+    ranks = list(adapters.get("ranks") or [adapters["rank_equivalent"]])[: adapters["count"]]
     return {
         "backend": identity["backend"],
         "variant": backends_module.variant_name(
@@ -146,11 +147,18 @@ def labels(identity: dict[str, Any]) -> dict[str, Any]:
         "workload_hash": identity["workload"]["hash"],
         "num_adapters": adapters["count"],
         "max_resident": adapters["max_resident"],
-        "rank_equivalent": adapters["rank_equivalent"],
+        "rank_equivalent": ranks[0] if len(set(ranks)) == 1 else "/".join(map(str, ranks)),
         "target_modules": "+".join(adapters["target_modules"]),
+        "placement": adapters["placement"],
+        "offset": adapters["offset"],
+        "shards": adapters["shards"],
         "popularity": section_name(spec.get("popularity")),
-        "arrivals": section_name({**arrivals, "rate": None, "concurrency": None}),
-        "request_rate": arrivals.get("rate"),
+        "arrivals": section_name(
+            {"kind": "slora", "alpha": slora["alpha"], "cv": slora["cv"]}
+            if slora
+            else {**arrivals, "rate": None, "concurrency": None}
+        ),
+        "request_rate": slora.get("req_rate", arrivals.get("rate")),
         "concurrency": arrivals.get("concurrency"),
         "prompt_tokens": section_name(spec.get("prompt_tokens")),
         "output_tokens": section_name(spec.get("output_tokens")),

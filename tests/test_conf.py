@@ -219,6 +219,15 @@ def test_a_mistake_in_an_override_is_explained(overrides, message):
         (["adapters.target_modules=[q_proj,lm_head]"], "adapters.target_modules=lm_head"),
         (["workload.prompt_tokens.value=5000", "measure=paper"], "at most 1024"),
         (["workload.arrivals.kind=poison"], "choose one of all_at_once"),
+        (["adapters.placement=acros"], "did you mean 'across'?"),
+        (["adapters.offset=gradiant"], "Known values: first, random"),
+        (["adapters.offset=weight"], "Known values: first, random"),
+        (["adapters.ranks=[]"], "adapters.ranks=[] must be a list"),
+        (["adapters.ranks=[4,0]"], "ranks of 1 or more"),
+        (["adapters.placement=along", "adapters.shards=3"], "3 shards do not divide"),
+        (["adapters.placement=along", "adapters.shards=2", "tp=4"], "allowed tensor parallel sizes: [1, 2]"),
+        (["adapters.rank_equivalent=600"], "rank 600 exceeds vLLM's largest max_lora_rank, 512"),
+        (["backends=[base,merged]", "model.weights=dummy"], "'merged' needs real weights"),
     ],
 )
 def test_a_mistake_in_a_value_is_explained(overrides, message, capsys, tmp_path):

@@ -151,7 +151,8 @@ CLAIMS = (
         "up to 3.46x",
         "times S-LoRA's throughput",
         "TESSA's output throughput over slora's within rounds under full load, of all settings the one that lies "
-        "furthest above 1 with its whole interval. "
+        "furthest above 1 with its whole interval; without adapters known to be more than 5 % off LoRA's parameters or "
+        "served at a larger rank than their own. "
         "reproduced: its interval "
         "reaches 3.46, measured on GPUs. partly: above 1 with its whole interval. not: the interval "
         "holds 1 or less and ends below 3.46. not tested: it holds both.",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from experiments.engine import gate as gating
 from experiments.engine.merge import ensure_merged
 from experiments.engine.setup import EngineSetup, cpu_env, offline_env, vllm_rank
 from tessa.backend import BackendSpec
-from tessa.budget import matched_bd_rank
+from tessa.budget import lora_params, matched_bd_rank
 from tessa.errors import UserError
+from tessa.slices import parallel_of
 
 FIRST_TEXT_TOKEN = 3  # generated tokenizers keep 0, 1 and 2 for padding, start and end
 
@@ -35,8 +37,6 @@ def build_setup(config: RunConfig, engine: Mapping[str, Any], cache: Path) -> En
     spec = baselines.get_backend(backend.name)
     model_spec = models.load_spec(config.model)
     real_weights = model_spec.weights != "dummy"
-    if spec.adapter_format == "merged" and not real_weights:
-        raise UserError("backend 'merged' needs real weights to merge into; use another backend or model")
     model = str(models.ensure_model(model_spec, cache))
     adapters = adapter_set(spec, engine, model_spec)
     folders = [str(f) for f in ensure_adapters(adapters, cache)] if adapters else []
@@ -117,6 +117,102 @@ def adapter_set(spec: BackendSpec, engine: Mapping[str, Any], model: models.Mode
     )
 
 
+def loads_adapters(spec: BackendSpec) -> bool:
+    """Whether vLLM's adapter support is switched on."""
+    return spec.uses_adapters or bool(spec.engine_args.get("enable_lora"))
+
+
+def largest_rank(spec: BackendSpec, engine: Mapping[str, Any], model: models.ModelSpec) -> int:
+    """The largest rank among the adapters' own: BD-LoRA's is not the rank-equivalent."""
+    made = adapter_set(spec, engine, model)
+    return max(made.ranks if made else adapter_ranks(engine["adapters"]))
+
+
+def max_lora_rank(spec: BackendSpec, engine: Mapping[str, Any], rank: int) -> int:
+    """vLLM's argument for adapters of up to `rank`. Raises UserError where vLLM has no such value."""
+    arguments = {**spec.engine_args, **(engine["engine"].get("extra") or {})}
+    return vllm_rank(rank, int(engine["tp"]) if arguments.get("fully_sharded_loras") else 1)
+
+
+def served_rank(spec: BackendSpec, engine: Mapping[str, Any], rank: int) -> int | None:
+    """The rank at which LoRA factors of up to `rank` are stored and computed; None where there are none of ours.
+
+    vLLM's own layers pad every adapter to `max_lora_rank`; BD-LoRA's cut that into a block for each TP rank. The
+    project's keep the adapters' rank, in whole 16 bytes (`tessa.ops.slots.aligned`) and, with both factors sharded,
+    in equal shares.
+    """
+    if spec.external or spec.adapter_format not in ("lora", "bd_lora"):
+        return None
+    tp, full = int(engine["tp"]), max_lora_rank(spec, engine, rank)
+    unit = 16 // (4 if engine["dtype"] == "float32" else 2)
+    if spec.adapter_format == "bd_lora":
+        return tp * _whole(-(-full // tp), unit)
+    if "stock" in spec.kernels and (engine["device"] != "cpu" or engine["kernels"] == "stock"):
+        return full
+    own = _whole(rank, unit)
+    return min(full, math.lcm(own, tp) if spec.engine_args.get("fully_sharded_loras") else own)
+
+
+def _whole(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def check_adapters(engine: Mapping[str, Any], model: models.ModelSpec) -> None:
+    """Raises UserError where a backend cannot serve the adapters that are asked for, before any engine starts."""
+    spec = baselines.get_backend(engine["backend"])
+    if spec.adapter_format == "merged" and model.weights == "dummy":
+        raise UserError("backend 'merged' needs real weights to merge into; use another backend or model")
+    if loads_adapters(spec) and not spec.external:
+        max_lora_rank(spec, engine, largest_rank(spec, engine, model))
+    made = adapter_set(spec, engine, model)
+    if made is None or made.format != "tessa":
+        return
+    tp = int(engine["tp"])
+    settings = f"adapters.placement={made.placement} adapters.shards={made.shards}"
+    try:
+        for index in first_of_each(made.ranks):
+            for module, s in made.slices(index).items():
+                # With fewer K/V heads than ranks, ranks share a shard.
+                shared = module.endswith(("k_proj", "v_proj"))
+                replicas = max(1, tp // model.num_kv_heads) if shared else 1
+                s.local(0, tp, parallel_of(module), replicas=replicas)
+    except UserError as error:
+        raise UserError(f"{settings}: {error}") from None
+
+
+def adapter_labels(engine: Mapping[str, Any], model: models.ModelSpec) -> dict[str, Any]:
+    """A cell's columns on what its adapters really are; None where the backend serves none that are made here.
+
+    ``adapter_parameters``: parameters of all adapters together; ``budget_ratio``: parameters over LoRA's at the same
+    rank-equivalent, of the adapter that is farthest from it; ``adapter_rank``: the largest rank of the adapters, which
+    TESSA's do not have; ``served_rank``: see `served_rank`.
+
+    Raises:
+        UserError: the adapters do not fit the model or vLLM.
+    """
+    spec = baselines.get_backend(engine["backend"])
+    found = dict.fromkeys(("adapter_parameters", "budget_ratio", "adapter_rank", "served_rank"))
+    made = adapter_set(spec, engine, model)
+    if made is None or not spec.uses_adapters or spec.adapter_format == "server":
+        return found
+    wanted = adapter_ranks(engine["adapters"])
+    counts = {made.ranks[i]: made.parameters(i) for i in first_of_each(made.ranks)}
+    per_rank = sum(lora_params(1, *shape) for shape in made.shapes.values())
+    ratios = [counts[own] / (per_rank * want) for own, want in zip(made.ranks, wanted, strict=True)]
+    rank = max(made.ranks) if made.format != "tessa" else None
+    return {
+        "adapter_parameters": sum(counts[own] for own in made.ranks),
+        "budget_ratio": max(ratios, key=lambda ratio: abs(ratio - 1)),
+        "adapter_rank": rank,
+        "served_rank": None if rank is None else served_rank(spec, engine, rank),
+    }
+
+
+def first_of_each(ranks: Sequence[int]) -> list[int]:
+    """Index of the first adapter of each rank: adapters of one rank are equally large."""
+    return [ranks.index(rank) for rank in dict.fromkeys(ranks)]
+
+
 def engine_args(
     spec: BackendSpec,
     backend: BackendConfig,
@@ -154,22 +250,20 @@ def engine_args(
         if settings.get(key) is not None:
             arguments[name] = settings[key]
     adapters = engine["adapters"]
-    ranks = adapter_ranks(adapters)
-    if spec.uses_adapters or spec.engine_args.get("enable_lora"):
-        if spec.adapter_format == "bd_lora":
-            ranks = list(adapter_set(spec, engine, model_spec).ranks)  # type: ignore[union-attr]
+    rank = largest_rank(spec, engine, model_spec)
+    if loads_adapters(spec):
         arguments.update(
             enable_lora=True,
             max_loras=int(adapters["max_resident"]),
             max_cpu_loras=int(adapters["count"]),
-            max_lora_rank=vllm_rank(max(ranks)),
+            max_lora_rank=max_lora_rank(spec, engine, rank),
             lora_target_modules=sorted(adapters["target_modules"]),
         )
     if spec.hook:
         arguments["additional_config"] = {
             "adapter_backend": spec.hook,
             "kernels": backend.kernels,
-            "lora_rank": max(ranks),
+            "lora_rank": rank,
             **backend.options,
         }
         if spec.adapter_format == "tessa":  # what a GPU's fixed buffers make room for

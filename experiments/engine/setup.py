@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import claims
+from tessa.errors import UserError
 
 _SCRATCH = re.compile(r"tessa-engine-([0-9a-f]{12}\.\d+)-\w+")
 
@@ -57,14 +58,25 @@ class EngineSetup:
         return cls(**values)
 
 
-def vllm_rank(rank: int) -> int:
-    """The smallest ``max_lora_rank`` that vLLM accepts and that holds ``rank``."""
-    from tessa.errors import UserError
+def vllm_rank(rank: int, shares: int = 1) -> int:
+    """The smallest ``max_lora_rank`` that vLLM accepts, that holds ``rank`` and that divides into equal ``shares``.
 
+    Raises:
+        UserError: there is none.
+    """
     for allowed in VLLM_RANKS:
-        if rank <= allowed:
+        if rank <= allowed and allowed % shares == 0:
             return allowed
-    raise UserError(f"rank {rank} exceeds vLLM's largest, {VLLM_RANKS[-1]}")
+    known = ", ".join(map(str, VLLM_RANKS))
+    if rank > VLLM_RANKS[-1]:
+        raise UserError(
+            f"an adapter of rank {rank} exceeds vLLM's largest max_lora_rank, {VLLM_RANKS[-1]}: lower "
+            "adapters.rank_equivalent or adapters.ranks"
+        )
+    raise UserError(
+        f"tp={shares} cannot shard a rank of {rank} or more: vLLM's fully sharded LoRA layers cut max_lora_rank into "
+        f"tp equal shares, and it is one of {known}. Choose a tp that divides one of them, or leave the backend out"
+    )
 
 
 def cpu_env(tp: int, threads: int | None = None) -> dict[str, str]:

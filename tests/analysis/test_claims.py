@@ -55,6 +55,21 @@ def test_speedup_is_the_ratio_within_rounds(tmp_path, store_cell):
     assert (row["verdict"], row["provenance"]) == ("reproduced", "measured")
 
 
+@pytest.mark.parametrize(
+    ("slora", "tessa", "verdict"),
+    [
+        ({"budget_ratio": 1.0}, {"budget_ratio": 1.04}, "partly"),
+        ({"budget_ratio": 1.0}, {"budget_ratio": 1.06}, "not tested"),
+        ({"adapter_rank": 4, "served_rank": 4}, {}, "partly"),
+        ({"adapter_rank": 4, "served_rank": 8}, {}, "not tested"),
+    ],
+)
+def test_adapters_of_another_size_are_no_speedup(tmp_path, store_cell, slora, tessa, verdict):
+    store_cell("slora", [100.0, 101.0, 102.0], labels=slora)
+    store_cell("tessa", [200.0, 201.0, 202.0], labels=tessa)
+    assert verdicts(tmp_path)["C6"]["verdict"] == verdict
+
+
 def test_slower_than_slora_is_not_reproduced(tmp_path, store_cell):
     store_cell("slora", [100.0, 101.0, 102.0])
     store_cell("tessa", [90.0, 91.0, 92.0])

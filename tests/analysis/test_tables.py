@@ -47,6 +47,42 @@ def test_settings_are_not_mixed(store_cell, frame, tmp_path):
     assert (table["backend"] == "base").sum() == 3
 
 
+def test_placements_are_blocks_of_their_own(store_cell, tmp_path):
+    usual = {"placement": "across", "offset": "random", "shards": 8}
+    store_cell("tessa", [9.0], labels=usual)
+    store_cell("tessa", [7.0], setting="ffff0000", labels={**usual, "placement": "along", "offset": "first"})
+    first, second = tables.end_table(load(tmp_path / "results"))["setting"]
+    assert "placement" not in first
+    assert "rank-equivalent 4, placement along, offset first, 8 shards" in second
+
+
+def test_settings_that_read_the_same_bear_their_hash(store_cell, tmp_path):
+    store_cell("tessa", [9.0])
+    store_cell("tessa", [7.0], setting="ffff0000")
+    found = load(tmp_path / "results")
+    assert [text[-8:] for text in tables.end_table(found)["setting"]] == ["abcd1234", "ffff0000"]
+    assert tables.render(found).count("TTFT p50  ") == 2
+
+
+def test_budgets_and_padded_ranks_are_marked(store_cell, tmp_path):
+    store_cell("punica", [1.0], labels={"budget_ratio": 1.0, "adapter_rank": 4, "served_rank": 8})
+    store_cell("slora", [1.0], labels={"budget_ratio": 1.0, "adapter_rank": 4, "served_rank": 4})
+    store_cell("tessa", [1.0], labels={"budget_ratio": 1.058, "adapter_rank": None, "served_rank": None})
+    store_cell("plain_lora", [1.0])  # stored before these were known
+    found = load(tmp_path / "results")
+    table = tables.end_table(found).set_index("backend")
+    shown = table[["params\nx LoRA", "rank\nserved"]].to_numpy().tolist()
+    assert dict(zip(table.index, shown, strict=True)) == {
+        "plain_lora": ["-", "-"],
+        "punica": ["1.00", "8 †"],
+        "slora": ["1.00", "4"],
+        "tessa": ["1.06 §", "-"],
+    }
+    text = tables.render(found)
+    assert "§ = more than 5 % off" in text.replace("\n    ", " ")
+    assert "† = larger than" in text.replace("\n    ", " ")
+
+
 def test_definitions_come_from_the_metrics(frame):
     text = tables.render(frame)
     for column in tables.TABLE:

@@ -239,6 +239,37 @@ def test_dtype_and_device(composed):
     assert (cell.labels["dtype"], cell.identity["device"]) == ("bfloat16", "cuda")
 
 
+def test_labels_say_what_the_adapters_are(plan):
+    (cell,) = plan(
+        "workload=slora", "workload.slora.req_rate=3", "adapters.ranks=[64,32,8]", "adapters.count=4",
+        "adapters.placement=along", "adapters.offset=first", backends=["base"],
+    ).cells  # fmt: skip
+    names = ("rank_equivalent", "request_rate", "arrivals", "placement", "offset", "shards")
+    assert [cell.labels[name] for name in names] == ["64/32/8", 3, "slora(alpha=1,cv=1)", "along", "first", 8]
+    assert {cell.labels[name] for name in ("budget_ratio", "adapter_rank", "served_rank")} == {None}
+    (cell,) = plan("adapters.ranks=[16]", backends=["base"]).cells
+    assert cell.labels["rank_equivalent"] == 16
+
+
+def test_budgets_that_do_not_match_are_said_before_the_run(plan):
+    made = plan(
+        "tp=2", "model=small", "adapters.rank_equivalent=2", backends=["base", "punica", "bd_lora", "tessa"]
+    )
+    ratios = {cell.backend: cell.labels["budget_ratio"] for cell in made.cells}
+    assert ratios == {
+        "base": None,
+        "punica": 1.0,
+        "bd_lora": pytest.approx(0.68, abs=0.01),
+        "tessa": pytest.approx(1.058, abs=0.001),
+    }
+    (line,) = [line for line in cli.notes(made) if "LoRA's parameters" in line]
+    assert line == (
+        "not within 5 % of LoRA's parameters: bd_lora at rank-equivalent 2 (0.68 times), "
+        "tessa at rank-equivalent 2 (1.06 times)"
+    )
+    assert cli.notes(plan("tp=2", "model=small", "adapters.rank_equivalent=16")) == []
+
+
 def test_names_are_short_plain_and_hash_bearing(plan):
     for cell in plan().cells:
         assert cell.name == f"{cell.backend}-tp1-{cell.hash[:12]}"

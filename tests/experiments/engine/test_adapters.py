@@ -27,8 +27,10 @@ def params(folder: Path) -> int:
 def test_budgets_match_lora_within_five_percent(tmp_path: Path, rank: int) -> None:
     counts = {}
     for form, ranks in (("lora", rank), ("tessa", rank), ("bd_lora", matched_bd_rank(SHAPES, rank, 2))):
-        make(AdapterSet(form, SHAPES, (ranks,), blocks=2), tmp_path / form)
+        spec = AdapterSet(form, SHAPES, (ranks,), blocks=2)
+        make(spec, tmp_path / form)
         counts[form] = params(tmp_path / form / "adapter-0000")
+        assert counts[form] == spec.parameters(0)
     assert counts["lora"] == sum(rank * (a + b) for a, b in SHAPES.values())
     assert abs(counts["tessa"] / counts["lora"] - 1) <= 0.05, counts
     # BD-LoRA's rank is a multiple of its blocks, so small ranks match only as nearly as that allows.
