@@ -62,10 +62,10 @@ def crosscheck(rows: pd.DataFrame) -> str:
 def schedule_lag(rows: pd.DataFrame) -> str:
     """How late the load generator sends, with an engine that costs nothing."""
     row = rows.iloc[0]
+    p50, p99, limit = (1e3 * row[key] for key in ("schedule_lag_s_p50", "schedule_lag_s_p99", "tolerance_s"))
     return (
         f"Schedule lag of the load generator with an engine that costs nothing, {row['requests']:g} requests at "
-        f"{row['rate']:g}/s: p50 {1e3 * row['schedule_lag_s_p50']:.2f} ms, p99 {1e3 * row['schedule_lag_s_p99']:.2f} ms "
-        f"(limit {1e3 * row['tolerance_s']:g} ms); {_where(rows)}."
+        f"{row['rate']:g}/s: p50 {p50:.2f} ms, p99 {p99:.2f} ms (limit {limit:g} ms); {_where(rows)}."
     )
 
 
