@@ -1,10 +1,16 @@
-"""Figures of the layer step: adapter cost of one rank's kernels, from the rows that `experiment=layer_step` wrote."""
+"""Figures of the layer step: adapter cost of one rank's kernels, from the rows that `experiment=layer_step` wrote, and
+where the interconnect is known that of the step with its collectives, and its speed-up over S-LoRA's.
+
+No interconnect belongs to a CPU's kernels: a GPU's links beside them would be a step of no machine. So rows of a CPU
+over several ranks have kernels alone, unless `study.interconnect` chose the links.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pandas as pd
 
 matplotlib.use("Agg")
@@ -12,15 +18,19 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from analysis import files, studies, style
 from tessa.errors import UserError
 
 FOLDER = "layer_step"
+WITH_COLLECTIVES = "layer_step_collectives"
+"""The figure whose collectives are modelled."""
 _ALIKE = ("device", "machine", "dtype", "scale")
 _KEY = ("variant", "model", "tp", "phase", "sequences", "length", "rank", "distinct", "resident")
 SHOWN = ("plain_lora", "punica", "slora", "bd_lora", "tessa")
 MODES = {"tessa:wide": ("TESSA, wide only", "--"), "tessa:segmented": ("TESSA, segmented only", ":")}
+PARTS = {"emulated": "adapters' kernels, emulated", "modelled": "adapters' collectives, modelled"}
 AXES = {
     "sequences": "sequences in the batch",
     "distinct": "distinct adapters (as many slots)",
@@ -99,11 +109,20 @@ def _curves(axes: Axes, rows: pd.DataFrame) -> None:
     axes.axhline(0.0, color="black", linewidth=0.6)
 
 
-def _title(frame: pd.DataFrame) -> str:
+def where(frame: pd.DataFrame) -> str:
+    """What was timed, in words."""
     first = frame.iloc[0]
     scale = f", widths divided by {int(first.scale)}" if first["scale"] > 1 else ""
-    where = f"one rank's kernels on {first.machine}, {first['dtype']}{scale}"
-    return f"Emulated: {where};\ncollectives left out; bands: least and most of the rounds"
+    return f"one rank's kernels on {first.machine}, {first['dtype']}{scale}"
+
+
+def links(frame: pd.DataFrame) -> str:
+    """The GPU whose links the collectives' model takes."""
+    return " and ".join(frame.interconnect.dropna().unique())
+
+
+def _title(frame: pd.DataFrame) -> str:
+    return f"Emulated: {where(frame)};\ncollectives left out; bands: least and most of the rounds"
 
 
 def cost_over_tp(frame: pd.DataFrame) -> Figure:
@@ -148,10 +167,90 @@ def sweeps(frame: pd.DataFrame, model: str) -> Figure:
     return figure
 
 
+def knows_collectives(frame: pd.DataFrame) -> bool:
+    """Whether a complete decode step over several ranks has a time, and not its kernels alone."""
+    if not {"step_s", "adapter_cost", "adapter_comm_s"} <= set(frame.columns):
+        return False
+    rows = frame[(frame.status == "complete") & (frame.phase == "decode") & (frame.sweep == "tp")]
+    return bool(rows[(rows.tp > 1) & (rows.variant != "base")].adapter_cost.notna().any())
+
+
+def with_collectives(frame: pd.DataFrame) -> Figure:
+    """C1, C4 and C6 of a decode step over TP, a column per model. Above: adapter cost, the kernels' part and that of
+    the adapters' collectives in one bar. Below: throughput over S-LoRA's."""
+    frame = frame[frame.phase == "decode"]
+    models = list(dict.fromkeys(frame[frame.sweep == "tp"].model))
+    with plt.rc_context(style.RC):
+        figure, grid = plt.subplots(
+            2, len(models), figsize=(style.TWO_COLUMNS, 4.9), sharey="row", squeeze=False, layout="constrained"
+        )  # fmt: skip
+        added: dict[str, float] = {}
+        for (top, bottom), model in zip(grid.T, models, strict=True):
+            rows = _complete(along(frame[frame.model == model], "tp"))
+            degrees = sorted(rows.tp.unique())
+            for i, variant in enumerate(v for v in SHOWN if (rows.variant == v).any()):
+                mine = rows[rows.variant == variant].set_index("tp").reindex(degrees)
+                _cost_bars(top, mine, variant, i)
+                layers = mine.adapter_collectives_per_step / mine.model_layers
+                added[variant] = max(added.get(variant, 0.0), layers.max())
+                other = rows[rows.variant == "slora"].set_index("tp").step_s.reindex(degrees)
+                if variant != "slora":
+                    bottom.plot(
+                        range(len(degrees)), other / mine.step_s, color=style.colour(variant), lw=1.2,
+                        marker=style.MARKERS[variant], markersize=4,
+                    )  # fmt: skip
+            top.axhline(0.0, color="black", linewidth=0.6)
+            bottom.axhline(1.0, color=style.colour("slora"), linewidth=0.8)
+            top.set_title(model)
+            for axes in (top, bottom):
+                axes.set_xlim(-0.5, len(degrees) - 0.5)
+                axes.set_xticks(range(len(degrees)), [f"{tp:g}" for tp in degrees])
+            bottom.set_xlabel("tensor-parallel ranks")
+        grid[0][0].set_ylabel("adapter cost (%)")
+        grid[1][0].set_ylabel("throughput / S-LoRA's")
+        handles = [
+            Patch(facecolor=style.colour(v), label=f"{style.name(v)} (+{count:g})")
+            for v, count in added.items()
+        ]
+        handles += [
+            Patch(facecolor="white", edgecolor="black", hatch=style.HATCHES[kind], label=label)
+            for kind, label in PARTS.items()
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+        figure.suptitle(
+            f"Emulated: {where(frame)}; modelled: collectives over links of {links(frame)};\n"
+            "decode; lines: least and most of the rounds; (+n): collectives that the adapters add to a layer",
+            fontsize=8,
+        )
+    return figure
+
+
+def _cost_bars(axes: Axes, mine: pd.DataFrame, variant: str, place: int) -> None:
+    """One bar per TP degree in the order of `mine`, with least and most of the rounds; a gap where nothing is known."""
+    width = 0.84 / len(SHOWN)
+    x = np.arange(len(mine)) + (place - (len(SHOWN) - 1) / 2) * width
+    whole = 100 * mine.adapter_cost
+    collectives = 100 * mine.adapter_comm_s / mine.step_s
+    share = 100 * mine.kernels_s / mine.step_s
+    error = [
+        share * (mine.adapter_cost_kernels - mine.adapter_cost_kernels_low),
+        share * (mine.adapter_cost_kernels_high - mine.adapter_cost_kernels),
+    ]
+    parts = (("emulated", whole - collectives, 0.0, 1.0), ("modelled", collectives, whole - collectives, 0.5))
+    for kind, height, bottom, alpha in parts:
+        axes.bar(
+            x, height, 0.92 * width, bottom, color=style.colour(variant), hatch=style.HATCHES[kind], alpha=alpha,
+            edgecolor="white", linewidth=0.3,
+        )  # fmt: skip
+    axes.errorbar(x, whole, yerr=error, fmt="none", ecolor="black", elinewidth=0.8, capsize=1.2)
+
+
 def draw(results_dir: str | Path, out_dir: str | Path, reference: bool = False) -> list[Path]:
     """All figures of the layer step as PNG and PDF, of the `newest` rows; returns the paths."""
     frame, out = newest(read(results_dir, reference)), Path(out_dir)
     figures = {"layer_step_tp": cost_over_tp(frame)}
+    if knows_collectives(frame):
+        figures[WITH_COLLECTIVES] = with_collectives(frame)
     for model in dict.fromkeys(frame.model):
         mine = frame[frame.model == model]
         if (mine.sweep != "tp").any() and ((mine.sweep == "tp") & (mine.phase == "decode")).any():

@@ -90,7 +90,7 @@ def _draw_trained(table: pd.DataFrame, folder: Path, reference: bool) -> list[Pa
     for (experiment, setting), part in table.groupby(["experiment", "setting"], sort=False):
         stem = str(experiment) if settings[experiment] == 1 else f"{experiment}_{setting}"
         said = {
-            **_study(str(experiment), "measured", part, reference),
+            **_study(str(experiment), ["measured"], part, reference),
             "caption": f"{experiment}, {quality.note(part)}",
         }
         with plt.rc_context(style.RC):
@@ -166,10 +166,10 @@ def draw_all(
 def _draw_study(done: Drawn, experiment: str, results: Path, folder: Path, reference: bool) -> None:
     study, kind = STUDIES[experiment]
     rows = study.read(results, reference=reference)
-    said = _study(experiment, kind, rows, reference)
     paths = [path for path in study.draw(results, folder, reference) if path.suffix == ".png"]
     for path in paths:
-        write_caption(folder, path.stem, said)
+        kinds = [kind, "modelled"] if path.stem == layer_step.WITH_COLLECTIVES else [kind]
+        write_caption(folder, path.stem, _study(experiment, kinds, rows, reference))
     done.paths += paths
     if reference and (left := len(study.read(results)) - len(rows)):
         done.missing.append(
@@ -177,14 +177,14 @@ def _draw_study(done: Drawn, experiment: str, results: Path, folder: Path, refer
         )
 
 
-def _study(experiment: str, kind: str, rows: pd.DataFrame, reference: bool) -> dict[str, object]:
-    """The caption of a figure that is drawn from more than cells of one setting."""
+def _study(experiment: str, kinds: list[str], rows: pd.DataFrame, reference: bool) -> dict[str, object]:
+    """The caption of a figure that is drawn from more than cells of one setting. kinds: provenances of its numbers."""
     return {
         "experiment": experiment,
-        "caption": f"{experiment}, {kind}; commit {', '.join(marks.commits(rows)) or 'unknown'}",
+        "caption": f"{experiment}, {'/'.join(kinds)}; commit {', '.join(marks.commits(rows)) or 'unknown'}",
         "command": _BENCHMARKS.get(experiment, f"python run.py experiment={experiment}"),
         "redraw": "python -m analysis figures" + (" --reference" if reference else ""),
-        "provenance": [kind],
+        "provenance": kinds,
         "commits": sorted(str(sha) for sha in rows["git_sha"].dropna().unique()),
         "uncommitted_changes": bool(rows["git_dirty"].fillna(True).astype(bool).any()),
         "reference": reference,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import analysis_store
 import pandas as pd
 import pytest
+from matplotlib.colors import to_rgb
 
-from analysis import layer_step
+from analysis import figures, layer_step, load, style
 from tessa.errors import UserError
 
 
@@ -59,6 +61,52 @@ def test_figures_are_drawn_of_the_newest_device(frame: pd.DataFrame, tmp_path: P
     lines = figure.axes[0].get_lines()
     drawn = {line.get_label(): list(line.get_ydata()) for line in lines}
     assert drawn["TESSA"] == pytest.approx([10, 20, 40])
+
+
+@pytest.fixture
+def linked(frame: pd.DataFrame) -> pd.DataFrame:
+    """Rows with known links: base's kernels take 1 ms, S-LoRA's collectives as long over several ranks."""
+    rows = pd.concat([frame, frame[frame.variant == "punica"].assign(variant="slora")], ignore_index=True)
+    kernels = 1e-3 / (1 - rows.adapter_cost_kernels)
+    gathered = ((rows.variant == "slora") & (rows.tp > 1)).astype(float)
+    step = kernels + 1e-3 * gathered
+    return rows.assign(
+        kernels_s=kernels, adapter_comm_s=1e-3 * gathered, step_s=step, adapter_cost=1 - 1e-3 / step,
+        adapter_collectives_per_step=128 * gathered, model_layers=32, interconnect="h200",
+    )  # fmt: skip
+
+
+def test_collectives_are_a_part_of_the_cost_and_of_the_speed_up(linked: pd.DataFrame, tmp_path: Path) -> None:
+    figure = layer_step.with_collectives(linked)
+    top, bottom = figure.axes
+    bars = [b for b in top.patches if b.get_facecolor()[:3] == to_rgb(style.colour("slora"))]
+    parts = {kind: [b for b in bars if b.get_hatch() == style.HATCHES[kind]] for kind in layer_step.PARTS}
+    slora = linked[(linked.variant == "slora") & (linked.sweep == "tp") & (linked.phase == "decode")]
+    gathered = [b.get_height() for b in parts["modelled"]]
+    assert gathered == pytest.approx(list(100 * slora.adapter_comm_s / slora.step_s))
+    assert gathered[0] == 0
+    whole = [a.get_height() + b.get_height() for a, b in zip(*parts.values(), strict=True)]
+    assert whole == pytest.approx(list(100 * slora.adapter_cost))
+    assert [b.get_y() for b in parts["modelled"]] == pytest.approx(
+        [b.get_height() for b in parts["emulated"]]
+    )
+    tessa = linked[(linked.variant == "tessa") & (linked.sweep == "tp") & (linked.phase == "decode")]
+    (line,) = [x for x in bottom.get_lines() if x.get_color() == style.colour("tessa")]
+    assert list(line.get_ydata()) == pytest.approx(list(slora.step_s.to_numpy() / tessa.step_s.to_numpy()))
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["Punica (+0)", "S-LoRA (+4)", "TESSA (+0)", *layer_step.PARTS.values()]
+    (tmp_path / "layer_step").mkdir()
+    linked.to_csv(tmp_path / "layer_step" / "rows.csv", index=False)
+    drawn = figures.draw_all(load(tmp_path), tmp_path, tmp_path, experiments=("layer_step",))
+    said = json.loads((tmp_path / "layer_step_collectives.json").read_text())
+    assert tmp_path / "layer_step_collectives.png" in drawn.paths
+    assert said["provenance"] == ["emulated", "modelled"]
+
+
+def test_without_known_links_there_is_no_figure_of_collectives(linked: pd.DataFrame) -> None:
+    assert layer_step.knows_collectives(linked)
+    unknown = linked.assign(adapter_cost=linked.adapter_cost.where(linked.tp == 1), interconnect=None)
+    assert not layer_step.knows_collectives(unknown)
 
 
 def test_no_rows_name_the_command(tmp_path: Path) -> None:
