@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import claims, figures
-from analysis.report import html
+from analysis.report import html, own_tables
 from tessa.errors import UserError
 
 LOG_LINES = 25
@@ -28,17 +28,24 @@ def write(frame: pd.DataFrame, results: Path, out: Path, reference: bool = False
             drawn = figures.draw_all(frame, results, Path(folder), reference)
             by_experiment = _by_experiment(drawn.paths)
             shown = figures.only_reference(frame) if reference else frame
-            present = [e for e in _order(shown) if e in by_experiment or (shown["experiment"] == e).any()]
+            own = {e: found for e in figures.STUDIES if (found := own_tables.study(e, results, reference))}
+            present = [
+                e for e in _order(shown) if e in by_experiment or e in own or (shown["experiment"] == e).any()
+            ]
             pages = []
             for experiment in present:
                 part = shown[shown["experiment"] == experiment]
                 images = [_image(path) for path in by_experiment.get(experiment, [])]
                 page = out / f"{experiment}.html"
-                page.write_text(html.experiment_page(experiment, part, images, _logs(part, results)), "utf-8")
+                text = html.experiment_page(
+                    experiment, part, images, _logs(part, results), own.get(experiment)
+                )
+                page.write_text(text, "utf-8")
                 pages.append(page)
         rows = claims.table(frame, results, reference)
         index = out / "index.html"
-        index.write_text(html.index_page(shown, present, rows, drawn.missing, reference), encoding="utf-8")
+        text = html.index_page(shown, present, rows, drawn.missing, reference, own)
+        index.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"the report cannot be written to {out}: {error.strerror or error}") from error
     return [index, *pages]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -13,6 +13,7 @@ import pandas as pd
 from analysis import claims, quality, tables
 from analysis.claims.rules import COMMON
 from analysis.figures import marks
+from analysis.report.own_tables import Study
 
 CSS = """
 :root { --ink: #1b1f24; --soft: #5a6472; --line: #d9dee5; --back: #ffffff; --head: #f4f6f8; --bad: #a32a00; }
@@ -58,8 +59,13 @@ def page(title: str, body: str) -> str:
 
 
 def experiment_page(
-    experiment: str, part: pd.DataFrame, images: Sequence[Image], logs: dict[str, str]
+    experiment: str,
+    part: pd.DataFrame,
+    images: Sequence[Image],
+    logs: dict[str, str],
+    study: Study | None = None,
 ) -> str:
+    """part: the experiment's cells. study: its own tables, where it has these instead."""
     body = [f'<nav><a href="index.html">All experiments</a></nav><h1>{escape(experiment)}</h1>']
     if images:
         body.append('<div class="figures">' + "".join(map(_figure, images)) + "</div>")
@@ -70,6 +76,8 @@ def experiment_page(
             body.append(f"<details><summary>Definitions</summary><pre>{said}</pre></details>")
         if "cell" in part:
             body += [_without_result(part, logs), "<h2>Where the numbers come from</h2>", provenance(part)]
+    if study is not None:
+        body += _study(study)
     return page(experiment, "\n".join(filter(None, body)))
 
 
@@ -79,13 +87,16 @@ def index_page(
     rows: list[dict[str, Any]],
     missing: Sequence[str],
     reference: bool,
+    studies: Mapping[str, Study],
 ) -> str:
     body = ["<h1>TESSA: results</h1>"]
     if reference:
         body.append('<p class="note">Reference: numbers of trees with uncommitted changes are left out.</p>')
     body.append("<h2>Claims</h2>" + _claims(rows))
     body.append("<h2>Experiments</h2>")
-    body.append(_overview(frame, experiments) if experiments else "<p>No results are stored yet.</p>")
+    body.append(
+        _overview(frame, experiments, studies) if experiments else "<p>No results are stored yet.</p>"
+    )
     if missing:
         items = "".join(f"<li>{escape(text)}</li>" for text in missing)
         body.append(f'<h2>Missing</h2><ul class="soft">{items}</ul>')
@@ -121,11 +132,28 @@ def _tables(part: pd.DataFrame) -> list[str]:
 
 
 def _quality(part: pd.DataFrame) -> str:
-    """Means over seeds of each structure and budget, and what the columns mean."""
-    table = quality.table(part).drop(columns="experiment", errors="ignore")
-    heads = [str(column) for column in table.columns]
-    shown = grid(heads, table.to_numpy().tolist(), text=("structure", "in LoRA's"))
-    return f'{shown}<p class="note">{escape(quality.DEFINITIONS)}</p>'
+    """Means over seeds of each structure and budget, TESSA's slices side by side, and what the columns mean."""
+    shown = []
+    for table, said in (
+        (quality.table(part), quality.DEFINITIONS),
+        (quality.comparisons(part), quality.COMPARED),
+    ):
+        if len(table):
+            table = table.drop(columns="experiment")
+            heads = [str(column) for column in table.columns]
+            cells = grid(heads, table.to_numpy().tolist(), ("structure", "in LoRA's", "slices compared"))
+            shown.append(f'{cells}<p class="note">{escape(said)}</p>')
+    return "".join(shown)
+
+
+def _study(study: Study) -> list[str]:
+    body = ["<h2>Numbers</h2>"]
+    for table in study.tables:
+        body.append(f'<p class="note">{escape(table.note)}</p>{grid(table.heads, table.rows, table.text)}')
+    if (lost := study.lost) is not None:
+        text = grid(lost.heads, lost.rows, lost.text, wrap=("reason",), bad=("status",))
+        body.append(f"<h2>Rows without a result</h2>{text}")
+    return [*body, "<h2>Where the numbers come from</h2>", provenance(study.rows, "rows")]
 
 
 def _without_result(part: pd.DataFrame, logs: dict[str, str]) -> str:
@@ -144,8 +172,8 @@ def _without_result(part: pd.DataFrame, logs: dict[str, str]) -> str:
     return f"<h2>Cells without a result</h2>{text}{more}"
 
 
-def provenance(part: pd.DataFrame) -> str:
-    """One row per commit, machine and set of packages."""
+def provenance(part: pd.DataFrame, counted: str = "cells") -> str:
+    """One row per commit, machine and set of packages. counted: what the column `cell` counts."""
     keys = [k for k in ("git_sha", "git_dirty", "provenance", "machine", "engine", "gate") if k in part]
     groups = part.assign(**{k: part[k].astype(object).where(part[k].notna(), None) for k in keys})
     rows = []
@@ -159,7 +187,7 @@ def provenance(part: pd.DataFrame) -> str:
                 first.get("engine") or "-", first.get("gate") or "not run", group["cell"].nunique(),
             ]
         )  # fmt: skip
-    heads = ["commit", "tree", "provenance", "machine", "packages", "outputs checked", "cells"]
+    heads = ["commit", "tree", "provenance", "machine", "packages", "outputs checked", counted]
     return grid(heads, rows, text=tuple(heads[:-1]))
 
 
@@ -180,16 +208,17 @@ def _claims(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _overview(frame: pd.DataFrame, experiments: Sequence[str]) -> str:
+def _overview(frame: pd.DataFrame, experiments: Sequence[str], studies: Mapping[str, Study]) -> str:
     rows = []
     for experiment in experiments:
-        part = frame[frame["experiment"] == experiment]
+        own = studies.get(experiment)
+        part = frame[frame["experiment"] == experiment] if own is None else own.rows
         cells = part.drop_duplicates("cell")
         done = int((cells["status"] == "complete").sum())
         commits = ", ".join(marks.commits(part)) or "-"
         link = f'<a href="{escape(experiment)}.html">{escape(experiment)}</a>'
-        counts = [done, len(cells) - done] if len(cells) else ["own tables", "-"]
-        rows.append([Markup(link), *counts, commits])
+        unit = "" if own is None else " rows"
+        rows.append([Markup(link), f"{done}{unit}", f"{len(cells) - done}{unit}", commits])
     return grid(["experiment", "complete", "without result", "commits"], rows, text=("experiment", "commits"))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 from html.parser import HTMLParser
 
+import analysis_store
 import pytest
 
 from analysis import load
@@ -64,6 +66,59 @@ def test_a_page_holds_figure_numbers_failures_and_provenance(pages):
     assert "a CPU, 2 cores" in page
     assert "c" * 12 in page
     assert "time to first token" in page
+
+
+@pytest.fixture
+def study_pages(complete_results, tmp_path):
+    """A layer step with rows that failed, and a projection; the former in part of a tree that was not clean."""
+    results = tmp_path / "results"
+    for name in ("layer_step", "projection"):
+        shutil.copytree(complete_results / name, results / name)
+    rows = analysis_store.layer_step_rows().assign(reason="")
+    rows.loc[rows["variant"] == "tessa:wide", ["status", "reason"]] = ["failed", "KernelError: <no image>"]
+    rows.loc[rows["variant"] == "punica", ["git_sha", "git_dirty"]] = list(analysis_store.DIRTY.values())
+    rows.to_csv(results / "layer_step" / "rows.csv", index=False)
+
+    def write(*flags):
+        assert main(["report", str(results), "--out", str(tmp_path / "out"), *flags]) == 0
+        return {page.name: page.read_text() for page in (tmp_path / "out").iterdir()}
+
+    return write
+
+
+def test_a_study_s_page_holds_numbers_failures_and_provenance(study_pages):
+    pages = study_pages()
+    step, projection = pages["layer_step.html"], pages["projection.html"]
+    assert "<th>base, µs/layer</th><th>Punica</th><th>TESSA</th>" in step
+    assert (
+        '<td class="text">decode</td><td>8</td><td>4</td><td>1,000.0</td><td>40.0</td><td>40.0</td>' in step
+    )
+    assert "KernelError: &lt;no image&gt;" in step
+    assert "<td>11</td>" in step
+    assert all(text in step for text in ("c" * 12, "d" * 12, "uncommitted changes", "emulated", "passed"))
+    assert "layer_ops_median_error" in projection
+    assert "C6: TESSA / S-LoRA" in projection
+    assert "modelled" in projection
+    assert ">33 rows</td><td>11 rows</td>" in pages["index.html"]
+    for text in pages.values():
+        checker = Checker()
+        checker.feed(text)
+        assert checker.open == []
+
+
+def test_a_quality_page_compares_tessa_s_slices(tmp_path, capsys):
+    analysis_store.quality(tmp_path / "results")
+    assert main(["report", str(tmp_path / "results"), "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "quality.html").read_text()
+    assert page.count('<td class="text">across - along, random</td>') == 4
+    assert "TESSA&#x27;s slices at equal budget" in page
+
+
+def test_a_reference_page_has_no_rows_of_a_dirty_tree(study_pages):
+    pages = study_pages("--reference")
+    assert "Punica" not in pages["layer_step.html"].partition("Numbers")[2]
+    assert "d" * 12 not in pages["layer_step.html"]
+    assert "11 rows left out of reference figures" in pages["index.html"]
 
 
 def test_the_index_has_claims_and_what_is_missing(pages):
