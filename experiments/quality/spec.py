@@ -16,6 +16,7 @@ from tessa.errors import UserError
 PROTOCOLS = ("skills", "metamath", "commonsense")
 METHODS = ("base", "full", "lora", "bd_lora", "tessa")
 PLACEMENTS = ("across", "along")
+SCHEDULES = ("cosine", "linear")
 OFFSET_RULES = ("first", "random", "weight", "gradient")
 TARGETS: dict[str, tuple[str, ...]] = {
     "all": ALL_MODULES,
@@ -50,6 +51,7 @@ class QualitySpec:
         train_examples, validation_examples, test_examples: per task; None takes all there are.
         blocks: of BD-LoRA, the tensor-parallel degree that its adapters are for. bd_rank: its rank; None takes the
             multiple of `blocks` whose parameters are nearest to LoRA's. shards: TESSA's along.
+        schedule: of the learning rate after the warm-up, one of SCHEDULES; both fall to zero.
         alpha: LoRA's scale in multiples of the rank.
         base: settings of the base model's own training, see `experiments.quality.base`.
         workers: trainings at once, each in its own process with `threads` threads.
@@ -81,6 +83,7 @@ class QualitySpec:
     batch: int = 32
     eval_batch: int = 128
     warmup: float = 0.1
+    schedule: str = "cosine"
     weight_decay: float = 0.0
     clip: float = 1.0
     loss_on: str = "answer"
@@ -108,6 +111,8 @@ class QualitySpec:
         kept = {key: value for key, value in values.items() if key not in NOT_IDENTITY}
         if self.protocol == "skills":
             kept["skills"] = skills.fingerprint()
+        if self.schedule == QualitySpec.schedule:  # what cells from before this setting were trained with
+            del kept["schedule"]
         return {**kept, "data": files_of(self.data)}
 
 
@@ -175,6 +180,7 @@ def check(spec: QualitySpec) -> QualitySpec:
     known("protocol", spec.protocol, PROTOCOLS)
     known("targets", spec.targets, tuple(TARGETS))
     known("loss_on", spec.loss_on, ("answer", "all"))
+    known("schedule", spec.schedule, SCHEDULES)
     for name in spec.study_targets:
         known("study_targets", name, tuple(TARGETS))
     for name in (*spec.methods, *spec.study_methods, *spec.target_methods):

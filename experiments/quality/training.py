@@ -64,7 +64,7 @@ def train(
                 max_steps=spec.steps,
                 per_device_train_batch_size=spec.batch,
                 learning_rate=rate,
-                lr_scheduler_type="cosine",
+                lr_scheduler_type=spec.schedule,
                 warmup_steps=round(spec.warmup * spec.steps),
                 weight_decay=spec.weight_decay,
                 max_grad_norm=spec.clip,

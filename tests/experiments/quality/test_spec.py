@@ -58,6 +58,8 @@ def test_a_cell_depends_on_what_changes_its_number_alone():
     assert here != cell_hash(spec(base={"steps": 7}))
     assert here != cell_hash(spec(), device="cuda")
     assert here == cell_hash(spec(measure="paper"))
+    assert here != cell_hash(spec(schedule="linear"))
+    assert "schedule" not in spec().identity()  # stored cells are from before this setting
     assert len({cell_hash(spec(), seed=1), cell_hash(spec(), learning_rate=1e-2), here}) == 3
 
 
@@ -88,6 +90,7 @@ def test_data_files_count_and_their_place_does_not(tmp_path):
         ({"methods": ("tessa:beside",)}, "placement one of across, along"),
         ({"methods": ("lora:across",)}, "only tessa takes a placement"),
         ({"protocol": "glue"}, "allowed: skills, metamath, commonsense"),
+        ({"schedule": "constant"}, "allowed: cosine, linear"),
         ({"seeds": (0, 1000)}, "is among study.seeds"),
         ({"seeds": ()}, "3 or more for intervals"),
         ({"study_methods": ("lora",)}, "study_budget is missing"),
