@@ -52,7 +52,7 @@ class Bench:
         return models.load(self.folder, self.spec).to(self.device)
 
     def run(self, trial: Trial, keep: Path | None) -> dict[str, Any]:
-        """Trains and scores one trial; `keep` gets the adapter (or, of `full`, the model)."""
+        """Trains and scores one trial; `keep` gets the adapter (or, of `full`, a model folder that engines load)."""
         from experiments.quality import methods
         from experiments.quality.training import train
 
@@ -78,11 +78,19 @@ class Bench:
         result["evaluation_s"] = time.perf_counter() - at
         if keep is not None:
             model.save_pretrained(keep)
+            if structure.rank_equivalent is None:
+                self._save_tokenizer(keep)
         return {
             **result,
             "scores": [dataclasses.asdict(s) for s in scores],
             "wall_s": time.perf_counter() - began,
         }
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        """The base model's own: the one used here is cut to the examples' length."""
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(self.folder).save_pretrained(folder)
 
     def _gradient_batches(self) -> Iterable[Mapping[str, Any]]:
         from experiments.quality.data import collate

@@ -1,4 +1,4 @@
-"""Trained adapters go into the serving engine as they are, and it answers as the training stack does."""
+"""What is trained goes into the serving engine as it is, and it answers as the training stack does."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from experiments.quality.spec import QualitySpec, Structure, Trial
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TP = 2
+Answer = dict[str, Any]
 BASE = {"hidden_size": 64, "intermediate_size": 96, "layers": 2, "heads": 4, "steps": 12, "batch": 16}
 SPEC = QualitySpec(
     steps=6, batch=8, workers=1, train_examples=16, test_examples=2, blocks=TP, shards=4, base=BASE
@@ -48,13 +49,13 @@ def trained(bench: Any, backend: str, folder: Path) -> list[Path]:
     return folders
 
 
-def answers(bench: Any, folders: list[Path], requests: list[GateRequest]) -> list[dict[str, Any]]:
+def answers(bench: Any, folders: list[Path], requests: list[GateRequest]) -> list[Answer]:
     """What the training stack says: PEFT's model with the adapter loaded, nothing merged."""
     from peft import PeftModel
 
     from experiments.engine.reference import score
 
-    found: list[dict[str, Any]] = []
+    found: list[Answer] = []
     models = [PeftModel.from_pretrained(bench.fresh(), folder).eval() for folder in folders]
     plain = bench.fresh().eval()
     for request in requests:
@@ -71,9 +72,9 @@ def questions(bench: Any) -> list[GateRequest]:
 
 
 def setup_for(
-    bench: Any, backend: str, folders: list[Path], gate: dict[str, Any], cache: Path
+    model_folder: Path, backend: str, folders: list[Path], gate: dict[str, Any], cache: Path
 ) -> EngineSetup:
-    model = {"name": "trained", "source": "path", "weights": "path", "path": str(bench.folder), "dtype": "float32",
+    model = {"name": "local", "source": "path", "weights": "path", "path": str(model_folder), "dtype": "float32",
              "max_model_len": 64}  # fmt: skip
     engine = {
         "backend": backend,
@@ -104,12 +105,37 @@ def test_greedy_answers_equal_those_of_the_training_stack(backend, bench, cache,
     folders = trained(bench, backend, tmp_path)
     requests = questions(bench)
     expected = answers(bench, folders, requests)
-    gate = {"requests": [dataclasses.asdict(r) for r in requests], "expected": expected}
-    engine = WarmEngine(setup_for(bench, backend, folders, gate, cache), tmp_path / "log")
-    try:
-        engine.start(600)
-        result = engine.gate({"requests": len(requests), "tolerance": None})
-    finally:
-        engine.stop()
+    result = served(bench.folder, backend, folders, requests, expected, cache, tmp_path / "log")
     assert result["passed"], result["detail"]
     assert result["max_abs_error"] < 1e-4
+
+
+def test_a_fully_trained_model_answers_as_the_training_stack_does(bench, cache, tmp_path):
+    """It is a model folder as any other: `backend=base model=local model.path=FOLDER`."""
+    from transformers import AutoModelForCausalLM
+
+    from experiments.engine.reference import score
+
+    folder = tmp_path / "full"
+    bench.run(Trial(Structure("full"), 1e-2, 0, "test"), folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    requests = [dataclasses.replace(request, adapter=None) for request in questions(bench)]
+    expected = [score(model, request.prompt, NEW_TOKENS) for request in requests]
+    assert [e["tokens"] for e in expected] != [a["tokens"] for a in answers(bench, [], requests)]
+    result = served(folder, "base", [], requests, expected, cache, tmp_path / "log")
+    assert result["passed"], result["detail"]
+    assert result["max_abs_error"] < 1e-4
+
+
+def served(
+    model: Path, backend: str, folders: list[Path], requests: list[GateRequest], expected: list[Answer],
+    cache: Path, log: Path,
+) -> dict[str, Any]:  # fmt: skip
+    """How an engine's answers compare with the expected ones, as the gate reports it."""
+    gate = {"requests": [dataclasses.asdict(r) for r in requests], "expected": expected}
+    engine = WarmEngine(setup_for(model, backend, folders, gate, cache), log)
+    try:
+        engine.start(600)
+        return engine.gate({"requests": len(requests), "tolerance": None})
+    finally:
+        engine.stop()
