@@ -29,7 +29,7 @@ FIGURES = (
 """(experiment, start of the figure's name): the figures that the README shows where they can be drawn."""
 PIXELS_MAY_DIFFER = 0.01
 """Mean difference of two drawings, of 1: other builds of the font library round glyphs otherwise."""
-EMPTY = "No reference results are stored yet; `make reference` makes them on this machine's CPU in under two hours."
+EMPTY = "No reference results are stored yet; `make reference` makes them on this machine's CPU in two to three hours."
 
 
 def write(readme: Path, results: Path) -> list[Path]:
