@@ -32,11 +32,11 @@ def training(rows: pd.DataFrame) -> str:
         "| method | parameters | step time / LoRA | step peak / LoRA | all memory / LoRA |",
         "|---" * 5 + "|",
     ]
-    for row in rows.itertuples():
-        time = f"{row.time_over_lora:.2f} [{row.time_over_lora_low:.2f}, {row.time_over_lora_high:.2f}]"
+    for row in rows.to_dict("records"):
+        low, centre, high = (row[f"time_over_lora{end}"] for end in ("_low", "", "_high"))
         lines.append(
-            f"| {row.method} | {row.parameters:,} | {time} | {row.step_peak_over_lora:.2f} | "
-            f"{row.memory_over_lora:.2f} |"
+            f"| {row['method']} | {row['parameters']:,} | {centre:.2f} [{low:.2f}, {high:.2f}] | "
+            f"{row['step_peak_over_lora']:.2f} | {row['memory_over_lora']:.2f} |"
         )
     first = rows.iloc[0]
     return (
@@ -49,9 +49,9 @@ def training(rows: pd.DataFrame) -> str:
 def crosscheck(rows: pd.DataFrame) -> str:
     """The harness over vLLM's own benchmarks."""
     lines = ["| vLLM's benchmark | metric | harness / vLLM | limit |", "|---" * 4 + "|"]
-    for row in rows.itertuples():
-        ratio = f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
-        lines.append(f"| {row.part} | {row.metric} | {ratio} | ± {row.limit:.2f} |")
+    for row in rows.to_dict("records"):
+        ratio = f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+        lines.append(f"| {row['part']} | {row['metric']} | {ratio} | ± {row['limit']:.2f} |")
     first = rows.iloc[0]
     return (
         f"This harness beside `vllm bench`, {first['model']}, {first['requests']:g} requests; 95 % t intervals over "

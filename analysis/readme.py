@@ -191,7 +191,7 @@ def _counters(scaling: pd.DataFrame) -> str:
     if good.empty:
         return ""
     tp = int(good["tp"].max())
-    at = good[good["tp"] == tp].reindex(columns=good.columns.union(_COUNTED))
+    at = good[good["tp"] == tp].reindex(columns=good.columns.union(list(_COUNTED)))
     base = at.loc[at["backend"] == "base", "collectives_per_step"]
     heads = ["backend", "added collectives", "kernels", "products", "memory", "adapter load", "engine start"]
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]

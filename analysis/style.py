@@ -82,7 +82,8 @@ def colour(variant: str) -> str:
     own = COLOURS.get(backend) or SPARE_COLOURS[sum(map(ord, backend)) % len(SPARE_COLOURS)]
     if not rest:
         return own
-    return to_hex([1 - LIGHTER * (1 - part) for part in to_rgb(own)])
+    red, green, blue = (1 - LIGHTER * (1 - part) for part in to_rgb(own))
+    return to_hex((red, green, blue))
 
 
 def name(variant: str) -> str:

@@ -213,15 +213,15 @@ def table(found: pd.DataFrame) -> str:
         f"{'method':<14} {'parameters':>11} {'step ms':>9} {'time/LoRA (quartiles)':>24} "
         f"{'CPU/LoRA (quartiles)':>24} {'step peak MiB':>14} {'/LoRA':>6} {'total MiB':>10} {'/LoRA':>6}"
     ]
-    for m in found.itertuples():
+    for m in found.to_dict("records"):
         times = [
-            f"{getattr(m, name):.3f} ({getattr(m, f'{name}_low'):.3f}-{getattr(m, f'{name}_high'):.3f})"
+            f"{m[name]:.3f} ({m[f'{name}_low']:.3f}-{m[f'{name}_high']:.3f})"
             for name in ("time_over_lora", "cpu_over_lora")
         ]
         lines.append(
-            f"{m.method:<14} {m.parameters:>11} {m.step_s * 1e3:>9.1f} {times[0]:>24} "
-            f"{times[1]:>24} {m.step_peak_bytes / mib:>14.1f} {m.step_peak_over_lora:>6.3f} "
-            f"{(m.step_peak_bytes + m.resident_bytes) / mib:>10.1f} {m.memory_over_lora:>6.3f}"
+            f"{m['method']:<14} {m['parameters']:>11} {m['step_s'] * 1e3:>9.1f} {times[0]:>24} {times[1]:>24} "
+            f"{m['step_peak_bytes'] / mib:>14.1f} {m['step_peak_over_lora']:>6.3f} "
+            f"{(m['step_peak_bytes'] + m['resident_bytes']) / mib:>10.1f} {m['memory_over_lora']:>6.3f}"
         )
     return "\n".join(lines)
 
