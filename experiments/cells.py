@@ -58,6 +58,14 @@ class CellRun:
     frames: list[pd.DataFrame] = field(default_factory=list)
     failure: Failure | None = None
     began: str = field(default_factory=lambda: utc_now())
+    engine: dict[str, Any] | None = None
+    """What an earlier run stored of the engine (see `of_engine`), until this run measures a round of its own."""
+
+    def resume(self, summary: dict[str, Any], records: pd.DataFrame | None) -> None:
+        """Takes the rounds that an earlier run measured, from its `summarise_cell`."""
+        self.rounds, self.began = summary["rounds"], summary["began"]
+        self.frames = [] if records is None else [records]
+        self.engine = {name: summary[name] for name in of_engine(self.slot)}
 
     def add_round(
         self,
@@ -86,6 +94,7 @@ class CellRun:
         if status == "complete" and len(records) != len(workload):
             status, reason = "invalid", f"{len(records)} records for {len(workload)} requests"
         self.frames.append(records_to_frame(records).assign(round=index))
+        self.engine = None
         self.rounds.append(
             {
                 "round": index,
@@ -109,15 +118,23 @@ class CellRun:
                 self.frames.append(records_to_frame(read_records(source)).assign(round=index))
 
 
-def add_costs(rounds: list[dict[str, Any]], base: Mapping[int, float], basis: str) -> None:
-    """adapter_cost of every round that base has too; `basis` says how close in time the two were."""
+def add_costs(rounds: list[dict[str, Any]], base: list[dict[str, Any]]) -> None:
+    """adapter_cost of every round that has none yet and that is among the rounds of base too; its basis says how
+    close in time the two were."""
+    throughput, by_round = base_throughput(base), {entry["round"]: entry for entry in base}
     for entry in rounds:
-        own, reference = entry["metrics"].get(THROUGHPUT), base.get(entry["round"])
-        if own is None or not reference:
+        own, reference = entry["metrics"].get(THROUGHPUT), throughput.get(entry["round"])
+        if "adapter_cost" in entry or own is None or not reference:
             continue
         entry["adapter_cost"] = 1.0 - own / reference
         entry["base_throughput"] = reference
-        entry["adapter_cost_basis"] = basis
+        entry["adapter_cost_basis"] = _basis(entry, by_round[entry["round"]])
+
+
+def _basis(entry: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    if entry["session"] != base["session"]:
+        return "other_session"
+    return "not_interleaved" if entry["interleave"] == "off" else "same_round"
 
 
 def base_throughput(rounds: list[dict[str, Any]]) -> dict[int, float]:
@@ -157,6 +174,13 @@ def same_machine(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return parts(one) == parts(other)
 
 
+def same_environment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether rounds from two environments (see `provenance.collect`) may stand in one cell: the same code and
+    packages, on machines that are alike."""
+    alike = all(one[part] == other[part] for part in ("git_start", "packages"))
+    return alike and same_machine(one["hardware"], other["hardware"])
+
+
 def fill_costs(plan: Plan, store: Store) -> int:
     """Forms the adapter costs that stored complete cells lack and whose base is stored by now; returns how many.
 
@@ -171,7 +195,7 @@ def fill_costs(plan: Plan, store: Store) -> int:
             # Looked at again: another run may have replaced the cell before it was claimed.
             if (found := _lacks_cost(plan, store, cell)) is not None:
                 summary, base = found
-                add_costs(summary["rounds"], base_throughput(base["rounds"]), "other_session")
+                add_costs(summary["rounds"], base["rounds"])
                 summary["intervals"] = intervals(summary["rounds"])
                 store.amend(cell.name, summary)
                 filled += 1
@@ -210,14 +234,17 @@ def summarise_cell(run: CellRun, start_state: dict[str, Any]) -> tuple[dict[str,
         "rounds": run.rounds,
         "intervals": {} if failure else intervals(complete),
         "counters": complete[-1]["counters"] if complete else {},
-        "gate": slot.gate,
-        "nodes": slot.nodes,
-        "engine_start_s": slot.start_s,
+        **(of_engine(slot) if failure or run.engine is None else run.engine),
         "began": run.began,
         "ended": utc_now(),
         "environment": provenance.collect(start_state),
     }
     return summary, pd.concat(run.frames, ignore_index=True) if run.frames else None
+
+
+def of_engine(slot: Slot) -> dict[str, Any]:
+    """What a cell's summary says about its engine."""
+    return {"gate": slot.gate, "nodes": slot.nodes, "engine_start_s": slot.start_s}
 
 
 def read_records(source: Any) -> list[RequestRecord]:

@@ -1,4 +1,5 @@
-"""The cells of a plan as text: their status, and a rough estimate of the time that they need."""
+"""The cells of a plan as text: their status, and a rough estimate of the time that they need; how their rounds are
+interleaved, here and in a run."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 import psutil
 
 from experiments import models
-from experiments.config import RunConfig
+from experiments.config import MeasureConfig, RunConfig
 from experiments.console import duration
-from experiments.grid import Cell, EngineGroup, Plan
+from experiments.grid import Cell, EngineGroup, Plan, Point
 from experiments.store import Store, to_run
 
 PROCESS_GIB = 0.65
@@ -38,7 +39,7 @@ def dry_run_lines(plan: Plan, store: Store, config: RunConfig) -> list[str]:
     """The cells in the order in which they would run, engine starts, and the estimated time."""
     lines, seconds, cells, starts = [], 0.0, 0, 0
     for point in plan.points:
-        wanted: set[str] = set()
+        wanted: dict[str, EngineGroup] = {}
         for case in point.cases:
             for group in point.groups:
                 for cell in (c for c in group.cells if c.case == case):
@@ -49,8 +50,11 @@ def dry_run_lines(plan: Plan, store: Store, config: RunConfig) -> list[str]:
                     lines.append(f"  {status:<11} {note:<14} {cell.name:<34} {describe(cell)}")
                     seconds, cells = seconds + part, cells + run
                     if run:
-                        wanted.add(group.key)
-        starts += len(wanted) * (config.measure.rounds if config.measure.interleave == "restart" else 1)
+                        wanted[group.key] = group
+        groups = list(wanted.values())
+        groups += reference_groups(config.measure, point, groups)
+        mode, _ = interleaving(config.measure, groups)
+        starts += len(groups) * (config.measure.rounds if mode == "restart" else 1)
     seconds += starts * ENGINE_START_S
     head = f"{plan.experiment}: {len(plan.cells)} cells, {cells} to run, {starts} engine starts"
     return [head, *lines, f"roughly {duration(seconds)} in all; nothing was run (dry_run=true)"]
@@ -118,3 +122,21 @@ def side_by_side(groups: Sequence[EngineGroup]) -> str | None:
     if need > MEMORY_SHARE * have:
         return f"{len(groups)} engines need about {need:.0f} GiB and {have:.0f} GiB are free"
     return None
+
+
+def interleaving(measure: MeasureConfig, groups: Sequence[EngineGroup]) -> tuple[str, str | None]:
+    """How the rounds of these engines are interleaved, and why where that is not as configured."""
+    reason = side_by_side(groups) if measure.interleave == "resident" and len(groups) > 1 else None
+    return (measure.interleave if reason is None else "restart"), reason
+
+
+def reference_groups(
+    measure: MeasureConfig, point: Point, groups: Sequence[EngineGroup]
+) -> list[EngineGroup]:
+    """The engines of base that are measured again beside `groups`, the late engines of a point; none where base is
+    among them, or nothing is to be measured."""
+    if measure.base_reference != "rerun" or measure.interleave == "off" or not groups:
+        return []
+    if any(group.backend == "base" for group in groups):
+        return []
+    return [group for group in point.groups if group.backend == "base"]

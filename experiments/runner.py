@@ -9,12 +9,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from experiments import provenance
+from experiments import provenance, unfinished
 from experiments.cells import (
     CellRun,
     Failure,
     add_costs,
-    base_throughput,
     fill_costs,
     stored_base,
     summarise_cell,
@@ -22,7 +21,7 @@ from experiments.cells import (
 from experiments.claims import Claim
 from experiments.config import MeasureConfig
 from experiments.console import Console
-from experiments.estimate import side_by_side
+from experiments.estimate import interleaving, reference_groups
 from experiments.grid import Cell, EngineGroup, Plan, Point
 from experiments.loggers import Logger
 from experiments.slots import Engine, EngineFactory, Outcome, Slot, rotated
@@ -102,14 +101,11 @@ class Runner:
         if not any(slot.pending for slot in self._slots):
             return
         self._add_base_reference(point, logs)
+        self.interleave, reason = interleaving(self.measure, [slot.group for slot in self._slots])
+        if reason is not None:
+            self.console.note(f"{reason}, so each round starts its engines anew (interleave=restart)")
         cases = [c for c in point.cases if any(c in slot.pending for slot in self._slots)]
         mode = {"resident": self._resident, "restart": self._restart, "off": self._one_by_one}
-        self.interleave = self.measure.interleave
-        if self.interleave == "resident" and len(self._slots) > 1:
-            reason = side_by_side([slot.group for slot in self._slots])
-            if reason is not None:
-                self.interleave = "restart"
-                self.console.note(f"{reason}, so each round starts its engines anew (interleave=restart)")
         try:
             mode[self.interleave](cases)
         finally:
@@ -132,20 +128,17 @@ class Runner:
                 claim.release()
                 continue
             self._claims[cell.name] = claim
+            if self.force:
+                self.store.drop_rounds(cell.name)
             pending[cell.case] = cell
         return Slot(group, logs / f"{group.key[:16]}.log", pending) if pending else None
 
     def _add_base_reference(self, point: Point, logs: Path) -> None:
         """Measures a finished base again beside late cells, so that their ratios come from one round."""
-        if self.measure.base_reference != "rerun" or self.measure.interleave == "off":
-            return
-        if any(slot.group.backend == "base" for slot in self._slots):
-            return
-        for group in point.groups:
-            if group.backend == "base":
-                wanted = {case for slot in self._slots for case in slot.pending}
-                cells = {cell.case: cell for cell in group.cells if cell.case in wanted}
-                self._slots.insert(0, Slot(group, logs / f"{group.key[:16]}.log", cells, recorded=False))
+        wanted = {case for slot in self._slots for case in slot.pending}
+        for group in reference_groups(self.measure, point, [slot.group for slot in self._slots]):
+            cells = {cell.case: cell for cell in group.cells if cell.case in wanted}
+            self._slots.insert(0, Slot(group, logs / f"{group.key[:16]}.log", cells, recorded=False))
 
     # Schedules: who runs when.
 
@@ -170,13 +163,20 @@ class Runner:
             for case in cases
             if case in slot.pending
         ]
+        if kept := unfinished.resume(self.store, runs, self.start_state):
+            self.console.note(f"{kept} rounds that an interrupted run has measured are kept")
+            self.console.advance(kept)
         for index in range(self.measure.rounds):
+            due = unfinished.due(runs, index)
             for position, slot in enumerate(rotated(self._slots, index)):
-                for run in runs:
+                for run in due:
                     if run.slot is slot:
                         self._warm(run)
                         self._round(run, index, position)
                 self._stop(slot)
+            if due:
+                with self._signals.shielded():
+                    unfinished.keep(self.store, runs, self.start_state)
         for case in cases:
             self._finish([run for run in runs if run.cell.case == case])
 
@@ -286,12 +286,12 @@ class Runner:
         for run in runs:
             if not run.slot.recorded:
                 continue
-            own = [b for b in bases if b.cell.case == run.cell.case and b.failure is None]
-            stored = None if own else stored_base(self.plan, self.store, run.cell, provenance.hardware())
-            basis = "same_round" if self.measure.interleave != "off" else "not_interleaved"
-            add_costs(run.rounds, base_throughput(own[0].rounds) if own else {}, basis)
-            if stored is not None:
-                add_costs(run.rounds, base_throughput(stored["rounds"]), "other_session")
+            for base in bases:
+                if base.cell.case == run.cell.case and base.failure is None:
+                    add_costs(run.rounds, base.rounds)
+            if any("adapter_cost" not in entry for entry in run.rounds):
+                stored = stored_base(self.plan, self.store, run.cell, provenance.hardware())
+                add_costs(run.rounds, [] if stored is None else stored["rounds"])
             summary, records = summarise_cell(run, self.start_state)
             with self._signals.shielded():  # what is measured is stored, even on the way out
                 self.store.write(run.cell.name, run.cell.identity, summary, records, run.slot.log)

@@ -3,7 +3,8 @@
     results/<experiment>/<backend>-tp<k>-<hash12>/{config.json, summary.json, requests.parquet, engine.log}
 
 A cell is written into a hidden folder beside its place and renamed into it. While a cell is being measured,
-a claim file keeps other runs away from it (see `experiments.claims`).
+a claim file keeps other runs away from it (see `experiments.claims`). Where each round starts its engines anew,
+the rounds measured so far lie in a hidden folder, `.rounds-<cell>`, until the cell is stored.
 """
 
 from __future__ import annotations
@@ -122,24 +123,33 @@ class Store:
         if summary.get("status") not in STATUSES:
             raise ValueError(f"status {summary.get('status')!r} is not one of {STATUSES}")
         final = self.path(cell)
-        temporary = self._hidden("tmp", cell)
-        with _disk_errors(self.folder):
-            try:
-                temporary.mkdir(parents=True)
-                _write_json(temporary / "config.json", config)
-                if records is not None and len(records):
-                    records.to_parquet(temporary / "requests.parquet", index=False)
-                if log is not None:
-                    _copy_log(log, temporary / LOG_NAME)
-                _write_json(temporary / "summary.json", {"schema_version": SCHEMA_VERSION, **summary})
-                for file in temporary.iterdir():
-                    _sync(file)
-                _sync(temporary)
-                self._replace(temporary, final, cell)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
+        summary = {"schema_version": SCHEMA_VERSION, **summary}
+        self._put(final, {"config.json": config, "summary.json": summary}, records, log)
+        self.drop_rounds(cell)
         return final
+
+    def keep_rounds(self, cell: str, summary: dict[str, Any], records: pd.DataFrame | None) -> None:
+        """Keeps what has been measured of a cell that the caller has claimed, whole, in place of what was kept
+        before, until `write` or `drop_rounds`. Raises UserError as `write` does."""
+        self._put(self._rounds(cell), {"rounds.json": summary}, records)
+
+    def kept_rounds(self, cell: str, cell_hash: str) -> tuple[dict[str, Any], pd.DataFrame | None] | None:
+        """What `keep_rounds` was given last; None where there is nothing, nothing readable or another hash's."""
+        file = self._rounds(cell) / "rounds.json"
+        records = file.with_name("requests.parquet")
+        try:
+            summary = json.loads(file.read_text(encoding="utf-8"))
+            found = summary, pd.read_parquet(records) if records.exists() else None
+        except (OSError, ValueError):
+            return None
+        return found if summary.get("hash") == cell_hash else None
+
+    def drop_rounds(self, cell: str) -> None:
+        """Discards the kept rounds of a cell, if there are any."""
+        aside = self._hidden("tmp", self._rounds(cell).name)
+        with contextlib.suppress(OSError):
+            os.rename(self._rounds(cell), aside)  # so that dying here never leaves a part of them
+            shutil.rmtree(aside, ignore_errors=True)
 
     def amend(self, cell: str, summary: dict[str, Any]) -> None:
         """Replaces the summary of a stored cell, which the caller has claimed, and leaves its other files.
@@ -158,11 +168,40 @@ class Store:
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
 
-    def _replace(self, temporary: Path, final: Path, cell: str) -> None:
-        former = self._hidden("old", cell)
+    def _rounds(self, cell: str) -> Path:
+        return self.folder / f".rounds-{self.path(cell).name}"
+
+    def _put(
+        self,
+        final: Path,
+        documents: dict[str, dict[str, Any]],
+        records: pd.DataFrame | None = None,
+        log: Path | None = None,
+    ) -> None:
+        """Makes `final` a folder of these files, in place of a former one: whole, or not at all."""
+        temporary = self._hidden("tmp", final.name)
+        with _disk_errors(self.folder):
+            try:
+                temporary.mkdir(parents=True)
+                for name, document in documents.items():
+                    _write_json(temporary / name, document)
+                if records is not None and len(records):
+                    records.to_parquet(temporary / "requests.parquet", index=False)
+                if log is not None:
+                    _copy_log(log, temporary / LOG_NAME)
+                for file in temporary.iterdir():
+                    _sync(file)
+                _sync(temporary)
+                self._replace(temporary, final)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+
+    def _replace(self, temporary: Path, final: Path) -> None:
+        former = self._hidden("old", final.name)
         with contextlib.suppress(FileNotFoundError):
             os.rename(final, former)
-        # Dying here leaves the former cell under its hidden name; `_recover` puts it back.
+        # Dying here leaves the former folder under its hidden name; `_recover` puts it back.
         os.rename(temporary, final)
         _sync(self.folder)
         shutil.rmtree(former, ignore_errors=True)
@@ -182,6 +221,10 @@ class Store:
                     os.rename(entry, final)
             else:
                 shutil.rmtree(entry, ignore_errors=True)
+        for entry in self.folder.glob(".rounds-*"):
+            # Dying between storing a cell and discarding its rounds leaves them.
+            if self.status(cell := entry.name.removeprefix(".rounds-")) == "complete":
+                self.drop_rounds(cell)
 
     def _check_schema(self) -> None:
         for cell in self.cells():

@@ -165,7 +165,7 @@ def tiny_run(composed: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
 @pytest.fixture(autouse=True)
 def room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted engines need no memory: what is free on this machine must not change how a run interleaves."""
-    monkeypatch.setattr("experiments.runner.side_by_side", lambda groups: None)
+    monkeypatch.setattr("experiments.estimate.side_by_side", lambda groups: None)
 
 
 @pytest.fixture(autouse=True)

@@ -406,6 +406,25 @@ def test_status_and_dry_run_touch_nothing(fleet, tiny_run, tmp_path, capsys):
     assert "total: 1 complete, 4 missing" in capsys.readouterr().out
 
 
+def test_a_dry_run_counts_starts_as_the_runner_makes_them(fleet, tiny_run, monkeypatch, capsys):
+    def starts(*overrides: str) -> str:
+        assert cli.execute(tiny_run("dry_run=true", *overrides), factory=fleet) == 0
+        return capsys.readouterr().out.splitlines()[0].split(", ", 1)[1]
+
+    cli.execute(tiny_run("backends=[base]"), factory=fleet)
+    assert starts("measure.base_reference=rerun") == "4 to run, 5 engine starts"
+    monkeypatch.setattr("experiments.estimate.side_by_side", lambda groups: "no room")
+    assert starts() == "4 to run, 8 engine starts"
+    assert starts("measure.interleave=off") == "5 to run, 5 engine starts"
+    assert starts("backends=[tessa]") == "1 to run, 1 engine starts"
+    # The base that is measured again beside it is a second engine.
+    late = ("backends=[base,tessa]", "measure.base_reference=rerun")
+    assert starts(*late) == "1 to run, 4 engine starts"
+    fleet.calls.clear()
+    cli.execute(tiny_run(*late), factory=fleet)
+    assert [step for _, step in fleet.calls].count("start") == 4
+
+
 def test_stored_cell_names_no_folder_of_this_machine(fleet, tiny_run, tmp_path):
     cli.execute(tiny_run(), factory=fleet)
     for file in (tmp_path / "results").rglob("*.json"):
@@ -423,7 +442,7 @@ def test_rotation_gives_every_place_to_every_backend():
 
 def test_engines_that_do_not_fit_side_by_side_start_anew_each_round(fleet, tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "experiments.runner.side_by_side", lambda groups: f"{len(groups)} engines are too many"
+        "experiments.estimate.side_by_side", lambda groups: f"{len(groups)} engines are too many"
     )
     assert cli.execute(tiny_run(), factory=fleet) == 0
     assert fleet.count("slora", "start") == 2

@@ -96,6 +96,46 @@ def test_a_break_between_any_two_steps_loses_nothing(results, tmp_path, monkeypa
     assert hidden(after) == []
 
 
+def test_rounds_are_kept_until_the_cell_is_stored(results):
+    assert results.kept_rounds("c", "h") is None
+    results.keep_rounds("c", {"hash": "h", "rounds": [1]}, RECORDS)
+    results.keep_rounds("c", {"hash": "h", "rounds": [1, 2]}, RECORDS)
+    kept, records = results.kept_rounds("c", "h")
+    assert kept["rounds"] == [1, 2]
+    assert records.equals(RECORDS)
+    assert results.kept_rounds("c", "other") is None
+    assert results.cells() == []
+    results.write("c", {}, summary("failed"))
+    assert results.kept_rounds("c", "h") is None
+    assert hidden(results) == []
+
+
+@pytest.mark.parametrize(
+    "step", ["mkdir", "rounds.json", "requests", "sync", "first rename", "second rename"]
+)
+@pytest.mark.parametrize("how", [KeyboardInterrupt, OSError(errno.ENOSPC, "full")])
+def test_a_break_leaves_the_rounds_that_were_kept_before(results, monkeypatch, step, how):
+    results.keep_rounds("c", {"hash": "h", "rounds": [1]}, RECORDS)
+    break_at(monkeypatch, step, how)
+    with pytest.raises(KeyboardInterrupt if how is KeyboardInterrupt else UserError):
+        results.keep_rounds("c", {"hash": "h", "rounds": [1, 2]}, RECORDS)
+    monkeypatch.undo()
+    make_owner_dead(monkeypatch)
+    after = Store(results.results, "exp")
+    kept, records = after.kept_rounds("c", "h")
+    assert kept["rounds"] == [1]
+    assert records.equals(RECORDS)
+    assert hidden(after) == [".rounds-c"]
+
+
+def test_rounds_left_beside_a_complete_cell_are_cleared(results, monkeypatch):
+    results.keep_rounds("c", {"hash": "h", "rounds": [1]}, RECORDS)
+    monkeypatch.setattr(Store, "drop_rounds", lambda self, cell: None)
+    results.write("c", {}, summary())
+    monkeypatch.undo()
+    assert hidden(Store(results.results, "exp")) == []
+
+
 def break_at(monkeypatch: pytest.MonkeyPatch, step: str, how: object) -> None:
     def fail(*_: object, **__: object) -> None:
         raise how  # type: ignore[misc]
@@ -119,7 +159,7 @@ def break_at(monkeypatch: pytest.MonkeyPatch, step: str, how: object) -> None:
         monkeypatch.setattr(
             Path, "mkdir", lambda self, **k: fail() if ".tmp-" in self.name else mkdir(self, **k)
         )
-    elif step in ("config.json", "summary.json"):
+    elif step in ("config.json", "summary.json", "rounds.json"):
         monkeypatch.setattr(store, "_write_json", json_step)
     elif step == "requests":
         monkeypatch.setattr(pd.DataFrame, "to_parquet", fail)
