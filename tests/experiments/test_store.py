@@ -110,9 +110,10 @@ def test_rounds_are_kept_until_the_cell_is_stored(results):
     assert hidden(results) == []
 
 
-@pytest.mark.parametrize(
-    "step", ["mkdir", "rounds.json", "requests", "sync", "first rename", "second rename"]
-)
+ROUND_STEPS = ["mkdir", "rounds.json", "requests", "sync", "first rename", "second rename"]
+
+
+@pytest.mark.parametrize("step", ROUND_STEPS)
 @pytest.mark.parametrize("how", [KeyboardInterrupt, OSError(errno.ENOSPC, "full")])
 def test_a_break_leaves_the_rounds_that_were_kept_before(results, monkeypatch, step, how):
     results.keep_rounds("c", {"hash": "h", "rounds": [1]}, RECORDS)

@@ -163,7 +163,7 @@ from pathlib import Path
 sys.path[:0] = {paths!r}
 import pandas as pd
 import pytest
-from test_store import RECORDS, STEPS, break_at, summary
+from test_store import RECORDS, ROUND_STEPS, STEPS, break_at, summary
 from experiments.store import Store
 
 class Killed(BaseException):
@@ -180,26 +180,41 @@ for number, step in enumerate(STEPS):
         store.write("c", {{"old": False}}, summary("complete"), RECORDS, log)
         os._exit(0)
     print(step, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sep=":")
+for number, step in enumerate(ROUND_STEPS):
+    store = Store({results!r}, f"rounds{{number}}")
+    child = os.fork()
+    if child == 0:
+        store.keep_rounds("c", {{"hash": "h", "old": True}}, RECORDS)
+        break_at(pytest.MonkeyPatch(), step, Killed)
+        store.keep_rounds("c", {{"hash": "h", "old": False}}, RECORDS)
+        os._exit(0)
+    print("rounds", step, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sep=":")
 """
 
 
 def test_killed_between_any_two_writes(tmp_path):
-    """By SIGKILL, in processes of their own: the former cell is whole and the rest is cleared."""
+    """By SIGKILL, in processes of their own: the former cell, or kept rounds, are whole and the rest is cleared."""
     log, results = tmp_path / "live.log", tmp_path / "results"
     log.write_text("x")
     script = KILLED_WRITER.format(paths=[str(HERE), str(REPO)], log=str(log), results=str(results))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
     fates = dict(line.rsplit(":", 1) for line in done.stdout.splitlines())
-    assert len(fates) == 8, done.stderr
+    assert len(fates) == 8 + 6, done.stderr
     assert set(fates.values()) == {str(-signal.SIGKILL)}, fates
     left_over = 0
-    for number in range(len(fates)):
+    for number in range(8):
         left_over += len(list((results / f"exp{number}").glob(".*-c-*")))
         after = Store(results, f"exp{number}")
         assert after.status("c") == "failed"
         assert json.loads((after.path("c") / "config.json").read_text()) == {"old": True}
         assert not list(after.folder.glob(".*-c-*"))
     assert left_over >= 7, "nothing was half written when the writers died"
+    for number in range(6):
+        after = Store(results, f"rounds{number}")
+        kept = after.kept_rounds("c", "h")
+        assert kept is not None
+        assert kept[0]["old"] is True
+        assert [entry.name for entry in after.folder.iterdir()] == [".rounds-c"]
 
 
 @pytest.fixture
