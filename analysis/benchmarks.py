@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from analysis import studies
 from analysis.figures import marks
 
 
@@ -84,7 +85,7 @@ def tables(results: Path) -> list[str]:
     for name, render in TABLES.items():
         path = results / name / "rows.csv"
         rows = pd.read_csv(path, dtype={"git_sha": str}) if path.is_file() else pd.DataFrame()
-        if len(rows) and rows["git_sha"].notna().all() and not rows["git_dirty"].any():
+        if len(rows) and not studies.unclean(rows).any():
             found.append(render(rows))
     return found
 

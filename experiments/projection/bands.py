@@ -63,31 +63,31 @@ def cost_estimate(backend: str, setting: Setting) -> Estimate:
     """
     base = step_time("base", setting)
 
-    def cost(
-        constants: AdapterKernelConstants, own: tuple[float, float], shared: tuple[float, float]
-    ) -> float:
-        time = step_time(backend, setting, constants)
+    def cost(time: StepTime, own: tuple[float, float], shared: tuple[float, float]) -> float:
         return 1 - _base(base, *shared) / (_base(time, *shared) + _extra(time, *own))
 
-    value = cost(ADAPTER_KERNELS, ENDS[0], ENDS[0])
-    corners = ((ADAPTER_KERNELS_SLOW, ENDS[1]), (ADAPTER_KERNELS_FAST, ENDS[2]))
-    ends = [cost(constants, own, shared) for constants, own in corners for shared in ENDS]
+    value = cost(step_time(backend, setting), ENDS[0], ENDS[0])
+    slow, fast = (step_time(backend, setting, c) for c in (ADAPTER_KERNELS_SLOW, ADAPTER_KERNELS_FAST))
+    ends = [cost(time, own, shared) for time, own in ((slow, ENDS[1]), (fast, ENDS[2])) for shared in ENDS]
     return Estimate(value, min(value, *ends), max(value, *ends))
 
 
 def speedup_estimate(backend: str, over: str, setting: Setting) -> Estimate:
     """Throughput of `backend` over that of `over`; shared parts and adapter kernels are equally fast in both."""
 
-    def ratio(
-        constants: AdapterKernelConstants, own: tuple[float, float], shared: tuple[float, float]
-    ) -> float:
-        slow, fast = (step_time(name, setting, constants) for name in (over, backend))
-        return (_base(slow, *shared) + _extra(slow, *own)) / (_base(fast, *shared) + _extra(fast, *own))
+    def times(constants: AdapterKernelConstants) -> tuple[StepTime, StepTime]:
+        return step_time(over, setting, constants), step_time(backend, setting, constants)
 
-    value = ratio(ADAPTER_KERNELS, ENDS[0], ENDS[0])
+    def ratio(
+        both: tuple[StepTime, StepTime], own: tuple[float, float], shared: tuple[float, float]
+    ) -> float:
+        slow, fast = (_base(time, *shared) + _extra(time, *own) for time in both)
+        return slow / fast
+
+    value = ratio(times(ADAPTER_KERNELS), ENDS[0], ENDS[0])
     ends = [
-        ratio(constants, own, shared)
-        for constants in (ADAPTER_KERNELS_FAST, ADAPTER_KERNELS_SLOW)
+        ratio(both, own, shared)
+        for both in (times(ADAPTER_KERNELS_FAST), times(ADAPTER_KERNELS_SLOW))
         for own in ENDS[1:]
         for shared in ENDS
     ]
