@@ -8,8 +8,9 @@ A row of the frame is a training's score on one task. Scores that count have the
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,12 +26,16 @@ MATCHED = 0.05
 ADJUSTED = "p (Holm)"
 PLACEMENTS = ("across", "along")
 DEFAULT_RULE = "random"
+STRUCTURE = ["experiment", "setting", "structure", "rank_equivalent"]
 KEYS = ["method", "placement", "offset_rule", "targets", "rank_equivalent"]
 NAMES = {"lora": "LoRA", "bd_lora": "BD-LoRA", "tessa": "TESSA", "full": "full fine-tuning", "base": "base"}
 
 
 def rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """The complete rows that count; empty where there are none. `structure` names the trained structure."""
+    """The complete rows that count; empty where there are none. `structure` names the trained structure.
+
+    Where trainings with several learning rates are stored, as after a search over a wider grid, those with the best
+    rate of the search count alone."""
     if "method" not in frame or "value" not in frame:
         needed = [*frame.columns, *KEYS, "structure", "seed", "task", "value"]
         return pd.DataFrame(columns=list(dict.fromkeys(needed)))
@@ -38,7 +43,32 @@ def rows(frame: pd.DataFrame) -> pd.DataFrame:
     found = found[found["role"].eq("test") & found["value"].notna()].copy()
     found["value"] = found["value"].astype(float)
     found["structure"] = structure(found)
-    return found
+    best = _best_rates(frame)
+    keys = zip(*(found[column] for column in STRUCTURE), strict=True)
+    chosen = pd.Series([best.get(_hashable(key), np.nan) for key in keys], index=found.index, dtype=float)
+    return found[chosen.isna() | (chosen == found["learning_rate"].astype(float))]
+
+
+def _best_rates(frame: pd.DataFrame) -> dict[tuple[object, ...], float]:
+    """Learning rate with the best mean validation score of each searched structure and budget, of equal ones that with
+    the lower loss: the rule of `experiments.quality.study.Study.chosen_rate`."""
+    found = frame[frame["method"].notna() & (frame["status"] == "complete") & frame["role"].eq("search")]
+    found = found.assign(structure=structure(found))
+    best: dict[tuple[object, ...], tuple[float, float, float]] = {}
+    for _, cell in found.groupby("cell", sort=False):
+        first = cell.iloc[0]
+        loss = first.get("train_loss")
+        order = -float(loss) if pd.notna(loss) else -np.inf
+        entry = (float(cell["value"].astype(float).mean()), order, float(first["learning_rate"]))
+        key = _hashable(first[STRUCTURE])
+        if key not in best or entry[:2] > best[key][:2]:
+            best[key] = entry
+    return {key: rate for key, (_, _, rate) in best.items()}
+
+
+def _hashable(key: Iterable[Any]) -> tuple[object, ...]:
+    """The key with None for what is missing, as a NaN equals nothing."""
+    return tuple(None if pd.isna(part) else part for part in key)
 
 
 def structure(table: pd.DataFrame) -> pd.Series:

@@ -85,6 +85,29 @@ def test_differences_without_variance_have_no_p():
     assert set(quality.comparisons(frame)["p (Holm)"]) == {"-"}
 
 
+def test_only_trainings_with_the_rate_that_the_search_chose_count():
+    searched = {0.01: [0.4], 0.02: [0.6], 0.04: [0.6]}
+    frame = pd.concat(
+        [
+            *(
+                trainings("lora", {"a": scores, "b": scores}, rate=rate, role="search").assign(
+                    train_loss=rate
+                )
+                for rate, scores in searched.items()
+            ),
+            *(trainings("lora", LORA, rate=rate) for rate in searched),
+            trainings("lora", LORA, rank=1, rate=0.01),
+        ]
+    )
+    counted = quality.rows(frame)
+    # Of the two best the one with the lower loss; at rank 1 nothing was searched.
+    assert set(zip(counted["rank_equivalent"], counted["learning_rate"], strict=True)) == {
+        (4, 0.02),
+        (1, 0.01),
+    }
+    assert len(counted) == 2 * 2 * 5
+
+
 @pytest.mark.parametrize(
     ("tried", "shown"),
     [
@@ -95,7 +118,8 @@ def test_differences_without_variance_have_no_p():
     ],
 )
 def test_a_rate_at_the_end_of_those_tried_is_marked(tried: tuple[float, ...], shown: str):
-    searched = [trainings("lora", {"a": [0.5]}, rate=rate, role="search") for rate in tried]
+    found = {rate: 0.5 if rate == 0.01 else 0.4 for rate in tried}
+    searched = [trainings("lora", {"a": [score]}, rate=rate, role="search") for rate, score in found.items()]
     other = trainings("lora", {"a": [0.5]}, rank=8, rate=0.08, role="search")  # of another budget
     (rate,) = quality.table(pd.concat([trainings("lora", LORA), *searched, other]))["rate"]
     assert rate == shown
