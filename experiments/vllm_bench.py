@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import IO, Any
-
-import httpx
 
 from experiments.engine.http_child import claim_port
 from experiments.engine.parent import root_cause
@@ -216,7 +216,9 @@ def server(bench: Bench) -> Iterator[str]:
 
 
 def healthy(url: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        return httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code == httpx.codes.OK
-    except httpx.HTTPError:
+        with direct.open(f"{url}/health", timeout=2) as answer:
+            return bool(answer.status == HTTPStatus.OK)
+    except OSError:
         return False

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
-import httpx
+import aiohttp
 
 from experiments.measure.types import TokenEvent
 from experiments.workload.types import Request
@@ -22,6 +23,8 @@ KEEPALIVE_S = 2.0
 UNKNOWN_TOKEN = -1
 """Stands for a token that the server counted without naming it."""
 MOST_ERROR_TEXT = 300
+BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
+"""What aiohttp raises for a connection that cannot be made, breaks, or takes too long."""
 
 
 class ServerError(RuntimeError):
@@ -36,28 +39,35 @@ class HttpClient:
     """What both clients share: one connection pool and the streams that are open in it.
 
     Waiting for an answer has no limit here: the load generator has its own for requests and for the whole load.
-    The environment's proxies are not used.
+    The environment's proxies are not used. aiohttp parses in C: a client that takes long per token would take the
+    processors from a server on the same machine.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
-        self.url = url.rstrip("/")
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers={"Accept-Encoding": "identity", **(headers or {})},
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),
-            trust_env=False,
-        )
-        self._open: dict[int, httpx.Response] = {}
+        self.url, self._headers = url.rstrip("/"), {"Accept-Encoding": "identity", **(headers or {})}
+        self._session: aiohttp.ClientSession | None = None
+        self._open: dict[int, aiohttp.ClientResponse] = {}
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        """The pool, made on first use as it belongs to the running event loop."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            )
+        return self._session
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def abort(self, request_id: int) -> None:
         """Close the request's stream, which is how both protocols are told to drop a request."""
         response = self._open.pop(request_id, None)
         if response is not None:
-            await response.aclose()
+            response.close()
 
     @contextlib.asynccontextmanager
     async def _stream(
@@ -65,30 +75,41 @@ class HttpClient:
     ) -> AsyncIterator[AsyncIterator[Any]]:
         """The stream's messages, each parsed; ``None`` stands for ``[DONE]``."""
         try:
-            async with self._http.stream("POST", path, json=body) as response:
-                if response.status_code != httpx.codes.OK:
-                    await response.aread()
+            async with self._http.post(self.url + path, json=body) as response:
+                if response.status != HTTPStatus.OK:
+                    text = await response.text(errors="replace")
                     raise ServerError(
-                        f"HTTP {response.status_code} for {who}: {error_text(response)}", response.status_code
+                        f"HTTP {response.status} for {who}: {error_text(text)}", response.status
                     )
                 self._open[request_id] = response
-                yield messages(response)
-        except httpx.HTTPError as error:
+                yield messages(response.content.iter_any())
+        except BROKEN as error:
             raise ServerError(f"{who}: the connection failed ({_name(error)})") from error
         finally:
             self._open.pop(request_id, None)
 
-    async def _get(self, path: str, timeout_s: float) -> Any:
-        """The JSON answer of a GET request.
+    async def _json(self, method: str, path: str, who: str, **more: Any) -> Any:
+        """The JSON answer of a request.
 
         Raises:
-            ServerError: no answer in time, a status other than 200, or no JSON.
+            ServerError: no answer (in time), a status other than 200, or no JSON.
         """
         try:
-            response = await self._http.get(path, timeout=timeout_s)
-        except httpx.HTTPError as error:
-            raise ServerError(f"no answer from {self.url}{path} ({_name(error)})") from error
-        return _json_of(response, f"{self.url}{path}")
+            async with self._http.request(method, self.url + path, **more) as response:
+                text = await response.text(errors="replace")
+        except BROKEN as error:
+            raise ServerError(f"{who}: the connection failed ({_name(error)})") from error
+        if response.status != HTTPStatus.OK:
+            raise ServerError(f"HTTP {response.status} for {who}: {error_text(text)}", response.status)
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise ServerError(f"{who} does not answer with JSON: {_short(text)}") from None
+
+    async def _get(self, path: str, timeout_s: float) -> Any:
+        return await self._json(
+            "GET", path, f"{self.url}{path}", timeout=aiohttp.ClientTimeout(total=timeout_s)
+        )
 
 
 class OpenAIClient(HttpClient):
@@ -178,11 +199,7 @@ class OpenAIClient(HttpClient):
         }
         if prompt_logprobs:
             body["prompt_logprobs"] = 0
-        try:
-            response = await self._http.post("/v1/completions", json=body)
-        except httpx.HTTPError as error:
-            raise ServerError(f"model {model!r}: the connection failed ({_name(error)})") from error
-        answer = _json_of(response, f"model {model!r}")
+        answer = await self._json("POST", "/v1/completions", f"model {model!r}", json=body)
         try:
             choice = answer["choices"][0]
             scored = choice["logprobs"] or {}
@@ -232,9 +249,11 @@ class SLoraClient(HttpClient):
 
     async def healthy(self, timeout_s: float) -> bool:
         """Whether the server answers ``GET /health``."""
+        limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            return (await self._http.get("/health", timeout=timeout_s)).status_code == httpx.codes.OK
-        except httpx.HTTPError:
+            async with self._http.get(f"{self.url}/health", timeout=limit) as response:
+                return response.status == HTTPStatus.OK
+        except BROKEN:
             return False
 
     async def _tokens(
@@ -264,7 +283,7 @@ class SLoraClient(HttpClient):
         raise ServerError(f"the stream ended after {count} tokens without 'finished'")
 
 
-async def messages(response: httpx.Response) -> AsyncIterator[Any]:
+async def messages(parts: AsyncIterable[bytes]) -> AsyncIterator[Any]:
     """Parsed ``data:`` lines of a server-sent event stream; ``None`` for ``[DONE]``.
 
     Lines end at a line feed alone: text inside the JSON may hold other characters that break lines.
@@ -273,7 +292,7 @@ async def messages(response: httpx.Response) -> AsyncIterator[Any]:
         ServerError: a line that is not JSON.
     """
     rest = b""
-    async for part in response.aiter_bytes():
+    async for part in parts:
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             if (data := _data(line)) is not None:
@@ -327,12 +346,12 @@ def _raise_if_error(message: Any, count: int) -> None:
         raise ServerError(f"the server failed after {count} tokens: {_message_of(message)}")
 
 
-def error_text(response: httpx.Response) -> str:
+def error_text(answer: str) -> str:
     """The message of an error answer, in whichever form the server puts it."""
     try:
-        return _message_of(response.json())
+        return _message_of(json.loads(answer))
     except ValueError:
-        return _short(response.text) or "no message"
+        return _short(answer) or "no message"
 
 
 def _message_of(answer: Any) -> str:
@@ -340,17 +359,6 @@ def _message_of(answer: Any) -> str:
         if isinstance(answer, dict) and answer.get(key):
             return _message_of(answer[key])
     return _short(answer)
-
-
-def _json_of(response: httpx.Response, who: str) -> Any:
-    if response.status_code != httpx.codes.OK:
-        raise ServerError(
-            f"HTTP {response.status_code} for {who}: {error_text(response)}", response.status_code
-        )
-    try:
-        return response.json()
-    except ValueError:
-        raise ServerError(f"{who} does not answer with JSON: {_short(response.text)}") from None
 
 
 def _short(value: Any) -> str:
