@@ -22,10 +22,7 @@ NAMES = {"shm": "shared memory", "gloo": "gloo, loopback", "gloo_netns": "gloo, 
 
 def read(results_dir: str | Path, reference: bool = False) -> pd.DataFrame:
     """The stored rows, or those that may be a reference; UserError names the command that makes them."""
-    path = Path(results_dir) / FOLDER / "rows.csv"
-    if not path.is_file():
-        raise UserError(f"no timed collectives at {path}; make them with: {COMMAND}")
-    return studies.counted(pd.read_csv(path, dtype={"git_sha": str}), path.parent, reference)
+    return studies.rows(Path(results_dir) / FOLDER, "timed collectives", COMMAND, reference)
 
 
 def errors(results_dir: str | Path) -> dict[str, float | int | None]:

@@ -41,10 +41,9 @@ AXES = {
 
 def read(results_dir: str | Path, reference: bool = False) -> pd.DataFrame:
     """All rows, or those that may be a reference; UserError names the command that makes them."""
-    path = Path(results_dir) / FOLDER / "rows.csv"
-    if not path.is_file():
-        raise UserError(f"no layer step at {path}; make it with: python run.py experiment=layer_step")
-    return studies.counted(pd.read_csv(path, dtype={"git_sha": str}), path.parent, reference)
+    return studies.rows(
+        Path(results_dir) / FOLDER, "layer steps", "python run.py experiment=layer_step", reference
+    )
 
 
 def newest(frame: pd.DataFrame) -> pd.DataFrame:

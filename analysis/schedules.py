@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 from analysis import files, studies, style
 from experiments.schedule_costs import summary
-from tessa.errors import UserError
 
 # `style` chooses the backend without a display; pyplot must come after it.
 import matplotlib.pyplot as plt  # isort: skip
@@ -22,10 +21,7 @@ SCHEDULES = {"wide_us": ("wide", "#0072B2", "s"), "segmented_us": ("segmented", 
 
 def read(results_dir: str | Path, reference: bool = False) -> pd.DataFrame:
     """The stored rows, one per layer and point, or those that may be a reference; UserError names their command."""
-    path = Path(results_dir) / FOLDER / "rows.csv"
-    if not path.is_file():
-        raise UserError(f"no timed schedules at {path}; make them with: {COMMAND}")
-    return studies.counted(pd.read_csv(path, dtype={"git_sha": str}), path.parent, reference)
+    return studies.rows(Path(results_dir) / FOLDER, "timed schedules", COMMAND, reference)
 
 
 def over_adapters(rows: pd.DataFrame) -> Figure:

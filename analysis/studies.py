@@ -20,6 +20,15 @@ def environment(folder: Path) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
+def rows(folder: Path, what: str, command: str, reference: bool = False) -> pd.DataFrame:
+    """`rows.csv` of a study's folder, see `counted`; where it is absent, UserError says `what` is missing and how it
+    is made."""
+    path = folder / "rows.csv"
+    if not path.is_file():
+        raise UserError(f"no {what} at {path}; make them with: {command}")
+    return counted(pd.read_csv(path, dtype={"git_sha": str}), folder, reference)
+
+
 def unclean(frame: pd.DataFrame) -> pd.Series:
     """True for each row whose tree had uncommitted changes or whose commit is unknown."""
     return frame["git_sha"].isna() | frame["git_dirty"].fillna(True).astype(bool)

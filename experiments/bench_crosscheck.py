@@ -245,12 +245,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--requests", type=int, default=64, help="requests of a round (default %(default)s)")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
-    parser.add_argument("--json", type=Path, help="also write every round and the table to this file")
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("results/crosscheck"),
-        help="folder of rows.csv, a row per part and metric (default %(default)s)",
+        help="folder of rows.csv, a row per part and metric, and rounds.json (default %(default)s)",
     )
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that engines are stopped
@@ -280,17 +279,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(describe(frame))
     setting = {"model": arguments.model, "requests": arguments.requests, "workload_hash": bench.workload.hash}
     store(frame.assign(**setting), "crosscheck", arguments.out, git)
-    if arguments.json:
-        result = {
-            "model": arguments.model,
-            "requests": arguments.requests,
-            "workload_hash": bench.workload.hash,
-            "engine_args": {k: v for k, v in bench.setup.engine_args.items() if k != "model"},
-            "rounds": rows,
-            "table": json.loads(frame.to_json(orient="records")),
-            "notes": {part: PARTS[part] for part in arguments.parts},
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    engine_args = {k: v for k, v in bench.setup.engine_args.items() if k != "model"}
+    (arguments.out / "rounds.json").write_text(
+        json.dumps({"engine_args": engine_args, "rounds": rows}, indent=1) + "\n"
+    )
     return 0
 
 

@@ -195,6 +195,8 @@ def check(spec: QualitySpec) -> QualitySpec:
             raise UserError(
                 f"study.{key}={getattr(spec, key)}: a skill has {skills.EXAMPLES}; give at most that"
             )
+        if (given := getattr(spec, key)) is not None and given < 2:
+            raise UserError(f"study.{key}={given}: a standard error needs 2 or more")
     if not spec.seeds:
         raise UserError("study.seeds is empty; give at least one, and 3 or more for intervals")
     if spec.search_seed in spec.seeds:

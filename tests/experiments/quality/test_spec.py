@@ -96,6 +96,7 @@ def test_data_files_count_and_their_place_does_not(tmp_path):
         ({"study_methods": ("lora",)}, "study_budget is missing"),
         ({"workers": 0}, "give 1 or more"),
         ({"test_examples": 1000}, "a skill has 256"),
+        ({"test_examples": 1}, "a standard error needs 2 or more"),
         ({"learning_rates": {"adalora": [1.0]}}, "allowed: full, lora"),
     ],
 )
