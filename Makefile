@@ -8,9 +8,9 @@ WORKERS ?= 2
 .PHONY: help setup demo reference test lint typecheck format traces gpu-check clean distclean
 
 help:
-	@echo "make demo       tensor-parallel comparison of all backends on the CPU, table and figure at the end"
+	@echo "make demo       five backends at TP 2 on the CPU, table and figure at the end"
 	@echo "make test       lint, types and the whole test set (PYTEST_ARGS='-m \"not engine and not slurm\"' for the quick part)"
-	@echo "make reference  the reference results from a clean commit, about 100 minutes on 2 cores (REFERENCE_ARGS=--list)"
+	@echo "make reference  the reference results from a clean commit, over three hours on 2 cores (REFERENCE_ARGS=--list)"
 	@echo "make setup      only create or repair .venv"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite what it can"

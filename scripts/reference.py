@@ -1,4 +1,4 @@
-"""Make the reference results on this machine's CPU: `make reference`. Two and a half hours on two cores.
+"""Make the reference results on this machine's CPU: `make reference`. Over three hours on two cores.
 
 Runs the experiments below one after another into `results/reference-run` (not in git), on a tree without uncommitted
 changes, then writes their small copy, the figures and the README's tables. Interrupted, the same command goes on
@@ -98,7 +98,28 @@ STEPS = (
         ),
         6,
     ),
-    Step("rate_sweep", (*SHORT, "grid.workload.arrivals.rate=[1,4,16]"), 9),
+    # The bars of rank-equivalent 16 and of prompts at TP 1.
+    Step(
+        "budget_sweep",
+        (
+            *("tp=1", *FULL, *DECODE),
+            "backends=[base,slora,tessa]",
+            "grid.adapters.rank_equivalent=[16]",
+            "grid.adapters.target_modules=[[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]]",
+        ),
+        6,
+    ),
+    Step(
+        "batch_sweep",
+        (
+            *("tp=1", *SHORT[1:], "grid.workload.arrivals.concurrency=[32]"),
+            *("grid.workload.prompt_tokens.value=[512]", "workload.output_tokens.value=8"),
+            "measure.caps.prompt_tokens=512",
+        ),
+        5,
+    ),
+    # Enough requests for a queue to show above capacity.
+    Step("rate_sweep", (*SHORT, "grid.workload.arrivals.rate=[4,8,16]", "measure.caps.requests=160"), 13),
     Step(
         "trace_replay",
         (
@@ -110,7 +131,7 @@ STEPS = (
         AZURE,
     ),
     Step("interconnect", (*SHORT, "grid.engine.added_latency_us=[0,500,2000]"), 5),
-    Step("quality", (), 30),
+    Step("quality", (), 55),
     Step("collectives", ("--tp", "2"), 1, module="experiments.bench_collectives"),
     Step("schedules", ("--threads", "1"), 3, module="experiments.bench_schedules"),
     Step("lora_ops", (), 3, module="experiments.bench_lora_ops"),
