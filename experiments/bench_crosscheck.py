@@ -47,6 +47,7 @@ from experiments.vllm_bench import (
 from experiments.workload import Workload, build
 from tessa.errors import UserError
 
+TOKEN_BUDGET = 2048
 METRICS = {
     "requests_per_s": ("requests/s", 0.03),
     "ttft_p50_s": ("median TTFT", 0.05),
@@ -77,6 +78,10 @@ PARTS = {
 }
 
 
+Keep = Callable[[dict[str, Any]], None]
+"""Takes each round as soon as it is over."""
+
+
 def requests_workload(count: int) -> Workload:
     """Requests of varied lengths on the base model whose prompts are printable characters."""
     return build(
@@ -100,7 +105,9 @@ def engine_group(backend: str, model: str, options: Mapping[str, Any] | None = N
     chosen = known_backends()[backend]
     chosen.options.update(options or {})
     config = schema.RunConfig(backend=resolve(chosen, device), model=asdict(models.load_named(model)))
-    config.engine.max_num_batched_tokens = 2048
+    config.engine.max_num_batched_tokens = TOKEN_BUDGET
+    if device == "cuda":
+        config.engine.gpu_memory_utilization = 0.4  # vLLM's benchmark starts a second engine beside it
     return EngineGroup(engine_identity(config, device), "crosscheck", (), config)
 
 
@@ -143,8 +150,8 @@ def alternate(index: int, sides: Mapping[str, Callable[[], dict[str, float]]]) -
 
 
 def offline_rounds(
-    bench: Bench, engine: EngineProcess, parts: Sequence[str], rounds: int
-) -> list[dict[str, Any]]:
+    bench: Bench, engine: EngineProcess, parts: Sequence[str], rounds: int, keep: Keep
+) -> None:
     """The engine in process stays up, stopped in its tracks while vLLM's benchmark runs."""
 
     def own() -> dict[str, float]:
@@ -153,7 +160,6 @@ def offline_rounds(
         engine.park()
         return values
 
-    rows = []
     engine.start(START_TIMEOUT_S)
     engine.warmup(bench.workload_path)
     engine.park()
@@ -161,16 +167,13 @@ def offline_rounds(
         for part in parts:
             more = ("--async-engine",) if part == "throughput-async" else ()
             sides = alternate(index, {"vllm": partial(vllm_throughput, bench, more), "harness": own})
-            rows.append({"part": part, "round": index, **sides})
-            progress(rows[-1])
-    return rows
+            keep({"part": part, "round": index, **sides})
 
 
 def served_rounds(
-    bench: Bench, model: str, cache: Path, parts: Sequence[str], rounds: int
-) -> list[dict[str, Any]]:
+    bench: Bench, model: str, cache: Path, parts: Sequence[str], rounds: int, keep: Keep
+) -> None:
     """Both sides load the same server."""
-    rows = []
     with server(bench) as url:
         group = engine_group("openai", model, {"url": url, "adapters": "none", "gate": "off"})
         driver = make_engine(group, bench.log("driver"), cache)
@@ -187,11 +190,9 @@ def served_rounds(
                             "harness": partial(harness, driver, bench, limit),
                         },
                     )
-                    rows.append({"part": part, "round": index, **sides})
-                    progress(rows[-1])
+                    keep({"part": part, "round": index, **sides})
         finally:
             driver.stop()
-    return rows
 
 
 def progress(row: Mapping[str, Any]) -> None:
@@ -249,40 +250,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out",
         type=Path,
         default=Path("results/crosscheck"),
-        help="folder of rows.csv, a row per part and metric, and rounds.json (default %(default)s)",
+        help="folder of rows.csv, a row per part and metric, and rounds.json; replaced (default %(default)s)",
     )
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that engines are stopped
     git = provenance.git_state()
+    rows: list[dict[str, Any]] = []
     try:
-        if arguments.rounds < 1 or arguments.requests < 1:
-            raise UserError("--rounds and --requests must be at least 1")
+        if arguments.rounds < 1 or not 1 <= arguments.requests <= TOKEN_BUDGET:
+            raise UserError(
+                f"--rounds {arguments.rounds} --requests {arguments.requests}: give 1 or more of both, and at most "
+                f"{TOKEN_BUDGET} requests"
+            )
         cache = models.default_cache()
         offline = [p for p in PARTS if p in arguments.parts and p.startswith("throughput")]
         served = [p for p in PARTS if p in arguments.parts and p.startswith("serve")]
         with tempfile.TemporaryDirectory(prefix="tessa-crosscheck-") as scratch:
             bench, engine = prepare(arguments.model, arguments.requests, Path(scratch), cache)
-            rows = []
+            engine_args = {k: v for k, v in bench.setup.engine_args.items() if k != "model"}
+
+            def keep(row: dict[str, Any]) -> None:
+                rows.append(row)
+                progress(row)
+                arguments.out.mkdir(parents=True, exist_ok=True)
+                part = arguments.out / "rounds.json.part"
+                part.write_text(json.dumps({"engine_args": engine_args, "rounds": rows}, indent=1) + "\n")
+                part.replace(arguments.out / "rounds.json")
+
             try:
                 if offline:
-                    rows += offline_rounds(bench, engine, offline, arguments.rounds)
+                    offline_rounds(bench, engine, offline, arguments.rounds, keep)
             finally:
                 engine.stop()
             if served:
-                rows += served_rounds(bench, arguments.model, cache, served, arguments.rounds)
+                served_rounds(bench, arguments.model, cache, served, arguments.rounds, keep)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        done = f"; the {len(rows)} finished rounds are in {arguments.out}/rounds.json" if rows else ""
+        print(f"error: {error}{done}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     frame = table(rows)
     print(describe(frame))
     setting = {"model": arguments.model, "requests": arguments.requests, "workload_hash": bench.workload.hash}
     store(frame.assign(**setting), "crosscheck", arguments.out, git)
-    engine_args = {k: v for k, v in bench.setup.engine_args.items() if k != "model"}
-    (arguments.out / "rounds.json").write_text(
-        json.dumps({"engine_args": engine_args, "rounds": rows}, indent=1) + "\n"
-    )
     return 0
 
 

@@ -36,8 +36,8 @@ LAYERS = {
 def layer(
     name: str, slots: int, rank: int
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], torch.Tensor]:
-    """A ``[S, 1, r, d_in]`` and B ``[S, 1, d_out, r]`` of each projection as vLLM shapes them, and the buffer of all
-    A."""
+    """A ``[S, 1, r, d_in]`` and B ``[S, 1, d_out, r]`` of each projection, shaped as vLLM's and stored as ours: A as
+    views of the returned buffer of all of them, B transposed."""
     rng = torch.Generator().manual_seed(rank)
     d_in, widths = LAYERS[name]
     joint = torch.randn(slots, len(widths), rank, d_in, generator=rng) / d_in**0.5
@@ -59,6 +59,8 @@ def compare(name: str, tokens: int, slots: int, rank: int, prefill: bool, repeat
 
     d_in, widths = LAYERS[name]
     a, b, joint = layer(name, slots, rank)
+    # vLLM's layers hold each projection's factors contiguous, so its op must not be timed on our storage.
+    own_a, own_b = (tuple(factor.contiguous() for factor in factors) for factors in (a, b))
     # In prefill each request's tokens follow each other; in decode neighbours are different requests.
     ids = (
         [i * slots // tokens + 1 for i in range(tokens)]
@@ -71,11 +73,11 @@ def compare(name: str, tokens: int, slots: int, rank: int, prefill: bool, repeat
     x = torch.randn(tokens, d_in)
     results, times = {}, {"ours": [], "vllm": []}  # type: ignore[var-annotated]
     for repeat in range(repeats + 1):
-        for whose, one in (("ours", ours), ("vllm", stock)):
+        for whose, one, factors in (("ours", ours, (a, b)), ("vllm", stock, (own_a, own_b))):
             one.update_metadata(mapping, list(range(1, slots + 1)), slots + 1, 0)
             y = torch.zeros(tokens, sum(widths))
             began = time.perf_counter()
-            one.add_lora_linear(y, x, a, b, 1.0, widths)
+            one.add_lora_linear(y, x, *factors, 1.0, widths)
             if repeat:
                 times[whose].append((time.perf_counter() - began) * 1e6)
             results[whose] = y

@@ -32,6 +32,7 @@ from tessa.vllm.lifetime import die_with_parent
 FIRST_ID, FIRST_CHARACTER, CHARACTERS = 3, ord("!"), 94
 SEED = 0
 START_TIMEOUT_S = 600.0
+COMMAND_TIMEOUT_S = 3600.0
 STOP_GRACE_S = 30.0
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 
@@ -154,11 +155,14 @@ def check_same_work(bench: Bench, counted: Mapping[str, int]) -> None:
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-    """Run to the end in a session of its own; RuntimeError with the cause where it fails."""
+    """Run to the end in a session of its own; RuntimeError with the cause where it fails or takes too long."""
     with log.open("wb") as out:
         process = launch(command, environment, out)
     try:
-        code = process.wait()
+        code = process.wait(COMMAND_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        stop(process)
+        raise RuntimeError(f"{' '.join(command[3:5])} did not end within {COMMAND_TIMEOUT_S:.0f} s") from None
     except BaseException:
         stop(process)
         raise

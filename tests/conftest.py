@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+# Read when torch is loaded, here and in every process that a test starts: threads that wait busily for one another
+# keep the threads of the test beside them from the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 REPO = Path(__file__).resolve().parents[1]
 LONGEST = (
     "experiments/engine/test_backends.py",

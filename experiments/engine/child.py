@@ -228,7 +228,8 @@ class Server(LoadServer):
         speed cancels (see `experiments.engine.latency`).
         """
         seen: dict[float, list[dict[str, Any]]] = {}
-        for added in (0.0, microseconds, microseconds, 0.0) * CHECKS if check else ():
+        order = (0.0, microseconds, microseconds, 0.0) if microseconds else (0.0,)
+        for added in order * CHECKS if check else ():
             await self.engine.collective_rpc("tessa_add_latency", args=(added,))
             await self._decode(CHECKED_STEPS)
             seen.setdefault(added, []).append(await self._latency_counts())
@@ -295,6 +296,7 @@ async def serve(server: Any, commands: Any, answers: Any) -> None:
             beat.cancel()
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+    await server.close()
     server.stop()
 
 

@@ -45,6 +45,10 @@ class HttpServer(LoadServer):
         """Nothing: what happens inside the server cannot be counted from here."""
         return {}
 
+    async def close(self) -> None:
+        if self.client is not None:
+            await self.client.aclose()
+
     def stop(self) -> None:
         """Called when the parent wants no more."""
 

@@ -39,8 +39,8 @@ class HttpClient:
     """What both clients share: one connection pool and the streams that are open in it.
 
     Waiting for an answer has no limit here: the load generator has its own for requests and for the whole load.
-    The environment's proxies are not used. aiohttp parses in C: a client that takes long per token would take the
-    processors from a server on the same machine.
+    The environment's proxies are not used, and a redirect is an error, as it would be timed with each request. aiohttp
+    parses in C: a client that takes long per token would take the processors from a server on the same machine.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
@@ -75,7 +75,7 @@ class HttpClient:
     ) -> AsyncIterator[AsyncIterator[Any]]:
         """The stream's messages, each parsed; ``None`` stands for ``[DONE]``."""
         try:
-            async with self._http.post(self.url + path, json=body) as response:
+            async with self._http.post(self.url + path, json=body, allow_redirects=False) as response:
                 if response.status != HTTPStatus.OK:
                     text = await response.text(errors="replace")
                     raise ServerError(
@@ -95,7 +95,7 @@ class HttpClient:
             ServerError: no answer (in time), a status other than 200, or no JSON.
         """
         try:
-            async with self._http.request(method, self.url + path, **more) as response:
+            async with self._http.request(method, self.url + path, allow_redirects=False, **more) as response:
                 text = await response.text(errors="replace")
         except BROKEN as error:
             raise ServerError(f"{who}: the connection failed ({_name(error)})") from error
@@ -149,8 +149,8 @@ class OpenAIClient(HttpClient):
         async with self._stream("/v1/completions", body, request.request_id, f"model {model!r}") as stream:
             async for message in stream:
                 if message is None:
-                    done = True
-                    break
+                    done = True  # read on to the stream's end: only then can the connection be used again
+                    continue
                 _raise_if_error(message, count)
                 usage = message.get("usage") or usage
                 for choice in message.get("choices") or ():
@@ -251,7 +251,7 @@ class SLoraClient(HttpClient):
         """Whether the server answers ``GET /health``."""
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._http.get(f"{self.url}/health", timeout=limit) as response:
+            async with self._http.get(f"{self.url}/health", timeout=limit, allow_redirects=False) as response:
                 return response.status == HTTPStatus.OK
         except BROKEN:
             return False

@@ -38,6 +38,9 @@ class LoadServer:
             "mode": result.mode,
         }
 
+    async def close(self) -> None:
+        """Called last, when no more commands come."""
+
     def before_load(self) -> None:
         """Called before each workload."""
 

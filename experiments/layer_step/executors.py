@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -33,15 +34,16 @@ class Executor(Protocol):
     """One backend's linear layers.
 
     kernels: what runs the adapters. graph: whether a step can be captured. launches: adapter kernels in one layer.
-    params: of one adapter on this rank, over all layers of the stack. read_params: those that one step reads.
-    budget_ratio: an adapter's parameters over LoRA's of the point's rank, replicas not counted. mode: which of
-    TESSA's products a step uses, or "".
+    params: of one adapter on this rank, over all layers of the stack. stored_params: the same with what its slot pads.
+    read_params: those of all slots that one step reads, padded. budget_ratio: an adapter's parameters over LoRA's of
+    the point's rank, neither replicas nor padding counted. mode: which of TESSA's products a step uses, or "".
     """
 
     kernels: str
     graph: bool
     launches: int
     params: int
+    stored_params: int
     budget_ratio: float
 
     @property
@@ -74,7 +76,7 @@ class BaseExecutor:
     """The base model alone."""
 
     kernels, graph = "-", True
-    launches = params = 0
+    launches = params = stored_params = 0
     budget_ratio = math.nan
 
     def __init__(self, stack: Stack) -> None:
@@ -107,10 +109,13 @@ class LoraExecutor(BaseExecutor):
     def __init__(self, backend: str, stack: Stack, point: Point, seed: int, gpu: bool) -> None:
         super().__init__(stack)
         multiple = 1 if gpu else aligned(1, stack.dtype)
-        self.geometry = {
-            name: lora_geometry(backend, linear, point.rank, stack.tp, multiple)
-            for name, linear in stack.linears.items()
-        }
+        own, self.geometry = (
+            {
+                name: lora_geometry(backend, linear, point.rank, stack.tp, step)
+                for name, linear in stack.linears.items()
+            }
+            for step in (1, multiple)
+        )
         self.products: LoraProducts = lora_products(
             backend,
             stack.device,
@@ -128,18 +133,24 @@ class LoraExecutor(BaseExecutor):
         for layer in self.factors:
             for factors in layer.values():
                 self.products.register(factors)
-        self.params = len(stack.layers) * sum(g.params for g in self.geometry.values())
+        self.params, self.stored_params = (
+            len(stack.layers) * sum(g.params for g in found.values()) for found in (own, self.geometry)
+        )
         self.distinct = point.distinct
-        if backend == "bd_lora":
-            self.budget_ratio = self.params / _lora_params(stack, point)
-        else:
-            self.budget_ratio = sum(g.whole for g in self.geometry.values()) / len(self.geometry) / point.rank
+        budget = _lora_params(stack, dict.fromkeys(own, point.rank))
+        # Of the others a rank may hold replicas, so the whole adapter's rank is what is compared.
+        spent = (
+            self.params
+            if backend == "bd_lora"
+            else _lora_params(stack, {name: g.whole for name, g in own.items()})
+        )
+        self.budget_ratio = spent / budget
         self.launches = sum(self.products.launches(f, point.distinct) for f in self.factors[0].values())
         self.joined = False
 
     @property
     def read_params(self) -> int:
-        return self.distinct * self.params
+        return self.distinct * self.stored_params
 
     @staticmethod
     def _factors(g: LoraGeometry, point: Point, stack: Stack, gen: torch.Generator) -> LoraFactors:
@@ -194,8 +205,10 @@ class TessaExecutor(BaseExecutor):
             made = {name: self._slots(weights[name], g, gen) for name, g in self.geometry.items()}
             self.products.append({name: products for name, (products, _) in made.items()})
             self.adapters.append({name: adapter for name, (_, adapter) in made.items()})
+        self.multiple = 1 if gpu else aligned(1, stack.dtype)
         self.params = len(stack.layers) * sum(g.params for g in self.geometry.values())
-        self.budget_ratio = self.params / _lora_params(stack, point)
+        self.stored_params = len(stack.layers) * sum(g.stored(self.multiple) for g in self.geometry.values())
+        self.budget_ratio = self.params / _lora_params(stack, dict.fromkeys(self.geometry, point.rank))
         self.launches = len(self.geometry)
         self.tokens, self.distinct = point.tokens, point.distinct
 
@@ -264,11 +277,13 @@ class TessaExecutor(BaseExecutor):
     @property
     def read_params(self) -> int:
         used = [self.slots if wide else self.distinct for wide in self._wide()]
-        per_layer = sum(n * g.params for n, g in zip(used, self.geometry.values(), strict=True))
+        stored = [g.stored(self.multiple) for g in self.geometry.values()]
+        per_layer = sum(n * params for n, params in zip(used, stored, strict=True))
         return len(self.products) * per_layer
 
 
-def _lora_params(stack: Stack, point: Point) -> float:
-    """LoRA's parameters for the stack, one rank's share of them; what every structure's budget is matched to."""
-    parts = [part for linear in stack.linears.values() for part in linear.parts]
-    return len(stack.layers) * sum(point.rank * (part.d_in + part.d_out) for part in parts) / stack.tp
+def _lora_params(stack: Stack, ranks: Mapping[str, int]) -> float:
+    """LoRA's parameters for the stack with the rank of each fused product, one TP rank's share of them. With the
+    point's rank it is what every structure's budget is matched to."""
+    parts = [(ranks[name], part) for name, linear in stack.linears.items() for part in linear.parts]
+    return len(stack.layers) * sum(rank * (part.d_in + part.d_out) for rank, part in parts) / stack.tp

@@ -60,9 +60,14 @@ class SliceGeometry:
             return sum(width * out for width, out in zip(self.widths, self.outs, strict=True))
         return self.width * self.d_in
 
+    def stored(self, multiple: int = 1) -> int:
+        """Parameters of a slot: fused projections share the widest one's window, rounded up to `multiple` rows."""
+        rows = -(-self.width // multiple) * multiple
+        return rows * (sum(self.outs) if self.axis == "in" else self.d_in)
+
 
 def lora_geometry(backend: str, linear: FusedLinear, rank: int, tp: int, multiple: int = 1) -> LoraGeometry:
-    """`multiple`: B's columns are rounded up to it, as grouped products on the CPU ask."""
+    """`multiple`: B's columns are rounded up to it, as grouped products on the CPU ask; 1 for the adapter itself."""
     outs = tuple(part.rank_out for part in linear.parts)
 
     def rounded(value: int) -> int:

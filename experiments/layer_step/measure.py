@@ -22,7 +22,7 @@ from experiments.layer_step.stack import Stack, build_caches, build_stack, step
 from experiments.layer_step.timing import capture, time_cpu, time_cuda
 from tessa.errors import UserError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 INPUT_SETS = 4
 WARM_UP_STEPS = 3
 CACHE_MULTIPLE = 3
@@ -239,13 +239,14 @@ class Bench:
             "kernels_s": layer_s * total,
             **comm,
             "adapter_kernels_per_step": executor.launches * total,
-            "adapter_bytes_per_rank": executor.params
+            "adapter_bytes_per_rank": executor.stored_params
             // layers
             * total
             * point.resident
             * stack.dtype.itemsize,
             "adapter_read_bytes_per_step": executor.read_params // layers * total * stack.dtype.itemsize,
             "budget_ratio": executor.budget_ratio,
+            "padding_ratio": executor.stored_params / executor.params if executor.params else math.nan,
             "product_error": entry.product_error,
             "step_error": entry.step_error,
         }

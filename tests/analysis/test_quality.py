@@ -96,6 +96,9 @@ def test_only_trainings_with_the_rate_that_the_search_chose_count():
                 for rate, scores in searched.items()
             ),
             *(trainings("lora", LORA, rate=rate) for rate in searched),
+            trainings(
+                "lora", {"a": [0.9]}, rate=0.08, role="search"
+            ),  # the best, but nothing is trained with it
             trainings("lora", LORA, rank=1, rate=0.01),
         ]
     )

@@ -24,7 +24,7 @@ class FakeServer:
     """Context manager. ``behaviour`` by model name decides how a completion goes; "" is the default.
 
     ``bodies``: the requests as they came. ``gone``: set when a client has closed a stream that was held open.
-    ``reached``: set when a held stream has been reached.
+    ``reached``: set when a held stream has been reached. ``accepted``: connections so far.
     """
 
     def __init__(self, models: list[dict[str, Any]] | None = None, **behaviour: str) -> None:
@@ -35,6 +35,7 @@ class FakeServer:
         self.gone, self.reached = threading.Event(), threading.Event()
         self.adapters_matter = True
         self.connections: set[asyncio.StreamWriter] = set()
+        self.accepted = 0
 
     def __enter__(self) -> FakeServer:
         self.loop = asyncio.new_event_loop()
@@ -68,6 +69,7 @@ class FakeServer:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections.add(writer)
+        self.accepted += 1
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -107,6 +109,8 @@ class FakeServer:
         if how in ("no_logprobs", "odd"):
             said = "prompt_logprobs is not supported" if how == "no_logprobs" else "the prompt must be a text"
             return await send_json(writer, 400, {"error": {"message": said, "code": 400}})
+        if how == "redirect":
+            return await send_json(writer, 307, {"detail": "elsewhere"}, f"Location: {path}\r\n")
         if how == "busy":
             return await send_json(writer, 503, {"detail": "no room"})
         if not body.get("stream"):
@@ -206,10 +210,10 @@ class Stream:
             await self.writer.drain()
 
 
-async def send_json(writer: asyncio.StreamWriter, status: int, value: Any) -> None:
+async def send_json(writer: asyncio.StreamWriter, status: int, value: Any, more: str = "") -> None:
     data = json.dumps(value).encode()
     writer.write(
-        f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n{more}Content-Length: {len(data)}\r\n\r\n".encode()
         + data
     )
     await writer.drain()

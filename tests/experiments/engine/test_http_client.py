@@ -119,6 +119,7 @@ def test_chunks_of_text_count_only_where_the_final_usage_agrees() -> None:
     [
         ("refuse", r"HTTP 404 for model 'adapter-0000': The model `adapter-0000` does not exist"),
         ("busy", r"HTTP 503 for model 'adapter-0000': no room"),
+        ("redirect", r"HTTP 307 for model 'adapter-0000': elsewhere"),
         ("no_usage", r"reports no usage"),
         ("wrong_usage", r"counts 7 completion_tokens where 6 arrived"),
         ("wrong_prompt", r"counts 4 prompt_tokens where 3 were sent"),
@@ -133,6 +134,13 @@ def test_chunks_of_text_count_only_where_the_final_usage_agrees() -> None:
 def test_a_broken_completion_is_an_error_and_never_a_shorter_answer(how: str, message: str) -> None:
     with FakeServer(adapter_0000=how) as server, pytest.raises(ServerError, match=message):
         collect(OpenAIClient(server.url, "base"), "adapter-0000")
+
+
+def test_one_connection_serves_requests_one_after_another() -> None:
+    with FakeServer(MODELS) as server:
+        result = load(OpenAIClient(server.url, "base"), workload(), mode="closed_loop", concurrency=1)
+    assert [r.status for r in result.records] == ["ok"] * 6
+    assert server.accepted == 1
 
 
 def test_a_stream_that_stops_early_has_the_wrong_length() -> None:
