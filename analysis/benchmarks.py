@@ -40,10 +40,17 @@ def training(rows: pd.DataFrame) -> str:
             f"{row['step_peak_over_lora']:.2f} | {row['memory_over_lora']:.2f} |"
         )
     first = rows.iloc[0]
+    size = f"hidden {first['hidden']:g}"
+    if pd.notna(first.get("intermediate")):
+        size += f", intermediate {first['intermediate']:g}"
+    precision = str(first["dtype"])
+    if pd.notna(first.get("autocast")):
+        precision += f" with autocast to {first['autocast']}"
+    recomputed = ", activations recomputed in the backward pass" if first.get("checkpointing", False) else ""
     return (
-        f"Training step, hidden {first['hidden']:g}, {first['layers']:g} layers, rank-equivalent {first['rank']:g}, "
-        f"{first['batch']:g} sequences of {first['tokens']:g} tokens, {first['dtype']}; medians and quartiles of "
-        f"{first['rounds']:g} rounds; {_where(rows)}:\n\n" + "\n".join(lines)
+        f"Training step, {size}, {first['layers']:g} layers, rank-equivalent {first['rank']:g}, "
+        f"{first['batch']:g} sequences of {first['tokens']:g} tokens, {precision}{recomputed}; medians and quartiles "
+        f"of {first['rounds']:g} rounds; {_where(rows)}:\n\n" + "\n".join(lines)
     )
 
 
@@ -91,4 +98,8 @@ def tables(results: Path) -> list[str]:
 
 
 def _where(rows: pd.DataFrame) -> str:
-    return f"{rows['machine'].iloc[0]}, commit {', '.join(marks.commits(rows))}"
+    first = rows.iloc[0]
+    place, device = str(first["machine"]), first.get("device")
+    if pd.notna(device) and device != place:
+        place = f"{device}: {place}"
+    return f"{place}, commit {', '.join(marks.commits(rows))}"

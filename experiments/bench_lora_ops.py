@@ -22,8 +22,9 @@ import pandas as pd
 import torch
 
 from experiments import provenance
-from experiments.bench_rows import store
+from experiments.bench_rows import check_least, out_folder, store, user_errors_in_a_line
 
+RESULTS = Path("results/lora_ops")
 LAYERS = {
     "qkv": (1024, (1024,) * 3),
     "o": (1024, (1024,)),
@@ -95,6 +96,7 @@ def compare(name: str, tokens: int, slots: int, rank: int, prefill: bool, repeat
     }
 
 
+@user_errors_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.bench_lora_ops",
@@ -105,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("results/lora_ops"),
-        help="folder of rows.csv, a row per point (default %(default)s)",
+        help=f"folder of rows.csv, a row per point (default {RESULTS}; nothing is stored with --quick)",
     )
     arguments = parser.parse_args(argv)
+    check_least(arguments, repeats=1)
     git = provenance.git_state()
     torch.set_num_threads(1)
     points = [
@@ -123,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with torch.inference_mode():
         rows = [compare(n, t, s, r, t > 32, arguments.repeats) for n, t, s, r in points]
     table = pd.DataFrame(rows)
-    store(table.assign(model="small", dtype="float32", threads=1), "lora_ops", arguments.out, git)
+    if (out := out_folder(arguments.out, RESULTS, arguments.quick)) is not None:
+        store(table.assign(model="small", dtype="float32", threads=1), "lora_ops", out, git)
     print(table.round(2).to_string(index=False))
     return 0
 

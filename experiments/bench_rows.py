@@ -1,26 +1,35 @@
-"""Where a benchmark's rows go: one CSV beside the store's cells, each row with its machine and commit."""
+"""What the benchmarks share: where their rows go, on which device they ran, and how they refuse a wrong setting.
+
+The rows go into one CSV beside the store's cells, each row with its machine and commit.
+"""
 
 from __future__ import annotations
 
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from experiments import provenance
+from tessa.errors import UserError
 
 
-def store(rows: pd.DataFrame, name: str, out: Path, git: dict[str, Any]) -> pd.DataFrame:
+def store(rows: pd.DataFrame, name: str, out: Path, git: dict[str, Any], device: str = "cpu") -> pd.DataFrame:
     """Writes ``out/rows.csv``, whole or not at all, and returns what it holds.
 
     Args:
         name: the `experiment` column's value.
         git: `provenance.git_state()` of when the measurement began.
+        device: "cpu" or "cuda", whatever the measured work ran on.
     """
     rows = rows.assign(
         experiment=name,
         provenance="measured",
-        machine=provenance.machine(),
+        **measured_on(device),
         git_sha=git["sha"],
         git_dirty=git["dirty"],
     )
@@ -29,3 +38,40 @@ def store(rows: pd.DataFrame, name: str, out: Path, git: dict[str, Any]) -> pd.D
     rows.to_csv(part, index=False)
     part.replace(out / "rows.csv")
     return rows
+
+
+def measured_on(device: str) -> dict[str, str]:
+    """The columns `device` ("cpu" or the GPU's name) and `machine` (the processor or the GPU), as the layer step has
+    them."""
+    if device == "cpu":
+        return {"device": "cpu", "machine": provenance.machine()}
+    import torch
+
+    name = torch.cuda.get_device_properties(0).name
+    return {"device": name, "machine": name}
+
+
+def out_folder(given: Path | None, full: Path, quick: bool) -> Path | None:
+    """Where the rows go: the folder that was given, else ``full``; a quick run does not replace the full table."""
+    return given or (None if quick else full)
+
+
+def check_least(arguments: argparse.Namespace, **least: int) -> None:
+    """Raises UserError for the first option that is below its least value."""
+    for name, minimum in least.items():
+        if (value := getattr(arguments, name)) < minimum:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; give {minimum} or more")
+
+
+def user_errors_in_a_line(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """``main`` whose UserError becomes one line on standard error and exit status 2."""
+
+    @functools.wraps(main)
+    def wrapped(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return wrapped

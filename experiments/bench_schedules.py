@@ -21,13 +21,14 @@ import pandas as pd
 import torch
 
 from experiments import models, provenance
-from experiments.bench_rows import store
+from experiments.bench_rows import check_least, out_folder, store, user_errors_in_a_line
 from experiments.schedule_costs import summary
 from tessa.budget import width_for
 from tessa.ops.products import GrowingProducts
 from tessa.ops.routing import route
 from tessa.ops.schedule import Schedule
 
+RESULTS = Path("results/schedules")
 Gemm = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -163,6 +164,7 @@ def points(quick: bool) -> list[tuple[int, int, int]]:
     return [*slots, *distinct, *tokens]
 
 
+@user_errors_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.bench_schedules",
@@ -181,10 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("results/schedules"),
-        help="folder of rows.csv, a row per layer and point (default %(default)s)",
+        help=f"folder of rows.csv, a row per layer and point (default {RESULTS}; nothing is stored with --quick)",
     )
     arguments = parser.parse_args(argv)
+    check_least(arguments, tp=1, repeats=1, threads=1)
     git = provenance.git_state()
     torch.set_num_threads(arguments.threads)
     with torch.inference_mode():
@@ -192,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.model, arguments.tp, arguments.rank, points(arguments.quick), arguments.repeats
         )
     setting = {name: getattr(arguments, name) for name in ("model", "tp", "rank", "threads", "repeats")}
-    store(rows.assign(**setting), "schedules", arguments.out, git)
+    if (out := out_folder(arguments.out, RESULTS, arguments.quick)) is not None:
+        store(rows.assign(**setting), "schedules", out, git)
     print(shown(rows).to_string())
     return 0
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from experiments import provenance
-from experiments.bench_rows import store
+from experiments.bench_rows import check_least, store, user_errors_in_a_line
+from tessa.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+HEAD_DIM = 64
 
 
 @dataclass
@@ -116,6 +120,12 @@ def step_peak_bytes(step: Any, cuda: bool) -> int:
     return peak
 
 
+def device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def build(args: argparse.Namespace) -> list[Trainee]:
     """LoRA first, then TESSA in each placement, on copies of one base model."""
     import peft
@@ -126,21 +136,19 @@ def build(args: argparse.Namespace) -> list[Trainee]:
     from tessa.peft import TessaConfig
 
     torch.manual_seed(0)
-    head_dim = 64
     config = LlamaConfig(
         hidden_size=args.hidden,
-        intermediate_size=args.intermediate or args.hidden * 11 // 4,
+        intermediate_size=args.intermediate,
         num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // head_dim,
-        num_key_value_heads=max(args.hidden // head_dim // args.gqa, 1),
-        head_dim=head_dim,
+        num_attention_heads=args.hidden // HEAD_DIM,
+        num_key_value_heads=max(args.hidden // HEAD_DIM // args.gqa, 1),
+        head_dim=HEAD_DIM,
         vocab_size=args.vocab,
         max_position_embeddings=args.tokens,
         use_cache=False,
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     base: torch.nn.Module = LlamaForCausalLM(config)
-    base = base.to(device=device, dtype=getattr(torch, args.dtype))
+    base = base.to(device=device(), dtype=getattr(torch, args.dtype))
     autocast = getattr(torch, args.autocast) if args.autocast else None
     configs: list[tuple[str, Any]] = [
         ("lora", peft.LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=TARGETS))
@@ -166,8 +174,7 @@ def run(args: argparse.Namespace) -> list[Measured]:
     import torch
 
     trainees = build(args)
-    device = next(trainees[0].model.parameters()).device
-    batches = torch.randint(args.vocab, (args.rounds, args.batch, args.tokens)).to(device)
+    batches = torch.randint(args.vocab, (args.rounds, args.batch, args.tokens)).to(device())
     for trainee in trainees:
         for _ in range(args.warmup):
             trainee.step(batches[0])
@@ -226,12 +233,17 @@ def table(found: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The settings, complete.
+
+    Raises:
+        UserError: for one that no model or benchmark can have.
+    """
     parser = argparse.ArgumentParser(prog="python -m experiments.bench_training", description=__doc__)
     parser.add_argument(
         "--hidden", type=int, default=512, help="hidden size of the model (default %(default)s)"
     )
-    parser.add_argument("--intermediate", type=int, default=None, help="default: 11/4 of hidden")
+    parser.add_argument("--intermediate", type=int, help="default: 11/4 of hidden")
     parser.add_argument("--layers", type=int, default=4, help="its layers (default %(default)s)")
     parser.add_argument("--gqa", type=int, default=2, help="query heads per KV head")
     parser.add_argument("--vocab", type=int, default=4096, help="its vocabulary (default %(default)s)")
@@ -268,19 +280,31 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="folder of rows.csv, a row per method (default %(default)s)",
     )
     args = parser.parse_args(argv)
-    if args.rounds < 2:
-        parser.error("--rounds must be at least 2")
+    if args.intermediate is None:
+        args.intermediate = args.hidden * 11 // 4
+    sizes = ("intermediate", "layers", "gqa", "vocab", "batch", "rank", "shards")
+    check_least(args, hidden=HEAD_DIM, tokens=2, rounds=2, warmup=0, **dict.fromkeys(sizes, 1))
+    heads = args.hidden // HEAD_DIM
+    if args.hidden % HEAD_DIM or heads % max(heads // args.gqa, 1):
+        raise UserError(
+            f"--hidden is {args.hidden}; give a multiple of {HEAD_DIM}, the size of a head, with a number of heads "
+            f"that --gqa {args.gqa} divides"
+        )
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
+@user_errors_in_a_line
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     git = provenance.git_state()
     found = rows(run(args))
     print(table(found))
-    setting = ("hidden", "layers", "gqa", "vocab", "batch", "tokens", "rank", "shards", "dtype", "autocast")
-    store(found.assign(**{name: getattr(args, name) for name in setting}), "training", args.out, git)
+    sizes = ("hidden", "intermediate", "layers", "gqa", "vocab", "batch", "tokens", "rank", "shards")
+    setting = (*sizes, "dtype", "autocast", "checkpointing")
+    found = found.assign(**{name: getattr(args, name) for name in setting})
+    store(found, "training", args.out, git, device())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
