@@ -16,12 +16,13 @@ import numpy as np
 import pandas as pd
 
 from experiments import provenance
-from experiments.bench_rows import store
+from experiments.bench_rows import store, user_errors_in_a_line
+from experiments.measure import metrics
+from experiments.measure.arrays import MetricOptions, RunArrays
 from experiments.measure.load import LoadOptions, run_load
 from experiments.measure.types import LoadResult, TokenEvent
 from experiments.workload.spec import build
 from experiments.workload.types import Request
-from tessa.errors import UserError
 
 
 class NullClient:
@@ -53,9 +54,10 @@ def measure(rate: float, seconds: float, spin_s: float = 0.0, seed: int = 0) -> 
 def row(result: LoadResult, tolerance_s: float) -> dict[str, float | int | bool]:
     """Requests, the rate sent (1/s), schedule lag (seconds), and whether its p99 is within the tolerance."""
     p50, p99, worst = (float(lag) for lag in np.percentile(result.schedule_lag, [50, 99, 100]))
+    values = metrics.compute(RunArrays(result.records, MetricOptions()))
     return {
         "requests": len(result.schedule_lag),
-        "sent_rate": len(result.schedule_lag) / result.wall_s,
+        "sent_rate": values["sent_rate"],
         "schedule_lag_s_p50": p50,
         "schedule_lag_s_p99": p99,
         "schedule_lag_s_max": worst,
@@ -64,6 +66,7 @@ def row(result: LoadResult, tolerance_s: float) -> dict[str, float | int | bool]
     }
 
 
+@user_errors_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.measure.selfcheck",
@@ -80,11 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="also write the numbers to rows.csv in this folder")
     arguments = parser.parse_args(argv)
     git = provenance.git_state()
-    try:
-        found = row(measure(arguments.rate, arguments.seconds, arguments.spin), arguments.tolerance)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    found = row(measure(arguments.rate, arguments.seconds, arguments.spin), arguments.tolerance)
     p50, p99, worst = (found[f"schedule_lag_s_{name}"] * 1e3 for name in ("p50", "p99", "max"))
     verdict = "within" if found["within"] else "ABOVE"
     print(f"{found['requests']} requests at {found['sent_rate']:.1f}/s")

@@ -9,15 +9,19 @@ import pandas as pd
 import pytest
 
 from experiments.measure import selfcheck
-from experiments.measure.types import LoadResult
+from experiments.measure.types import LoadResult, RequestRecord
 
 LAG_S = np.linspace(0.0, 0.010, 101)  # p50 5 ms, p99 9.9 ms
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every load is as late as LAG_S says, in 2 s."""
-    result = LoadResult([], LAG_S, 2.0, "ok", None, "open_loop")
+    """Every load is as late as LAG_S says: a request is sent every 20 ms, and the last one ends after 3 s."""
+    records = [
+        RequestRecord(i, None, 512, 16, scheduled_s=0.02 * i - lag, sent_s=0.02 * i)
+        for i, lag in enumerate(LAG_S)
+    ]
+    result = LoadResult(records, LAG_S, 3.0, "ok", None, "open_loop")
     monkeypatch.setattr(selfcheck, "measure", lambda *_: result)
 
 
@@ -30,7 +34,7 @@ def test_a_late_p99_fails_and_is_stored_as_it_is(tmp_path: Path, capsys: pytest.
     assert row["schedule_lag_s_p50"] == pytest.approx(0.005)
     assert row["schedule_lag_s_p99"] == pytest.approx(0.0099)
     assert row["schedule_lag_s_max"] == pytest.approx(0.010)
-    assert (row["requests"], row["sent_rate"]) == (101, 50.5)
+    assert (row["requests"], row["sent_rate"]) == (101, pytest.approx(50.0))
     assert (row["rate"], row["tolerance_s"], row["within"]) == (100.0, 0.005, False)
 
 
@@ -48,6 +52,7 @@ def test_a_real_load_is_stored_with_its_machine_and_commit(tmp_path: Path) -> No
     assert row["schedule_lag_s_p50"] <= row["schedule_lag_s_p99"] <= row["schedule_lag_s_max"]
     assert (row["experiment"], row["provenance"], row["within"]) == ("schedule_lag", "measured", True)
     assert {"machine", "git_sha", "git_dirty"} <= set(row)
+    assert row["device"] == "cpu"
 
 
 @pytest.mark.parametrize(
