@@ -183,11 +183,15 @@ class Server(LoadServer):
         counted = await self._latency_counts()
         return {**result, "engine_steps": counted["steps"], "engine_collectives": counted["collectives"]}
 
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens of a decode step of `_decode`: `COUNTED_REQUESTS`, or as many as the engine takes at once."""
+        return min(COUNTED_REQUESTS, int(self.setup.engine_args["max_num_seqs"]))
+
     async def counters(self) -> dict[str, Any]:
         """Counts of a decode step from untimed steps (see `tessa.vllm.worker`), and the adapters' memory.
 
-        A step of `COUNTED_REQUESTS` tokens, or of as many as the engine takes. Counts that cannot be had are left out,
-        and `not_counted` says why.
+        Counts that cannot be had are left out, and `not_counted` says why.
         """
         sizes = await self.engine.collective_rpc("tessa_adapter_bytes")
         memory = {"adapter_bytes_per_rank": max(sizes)}
@@ -197,7 +201,7 @@ class Server(LoadServer):
         await self._decode(COUNTED_STEPS)
         steps = (await self.engine.collective_rpc("tessa_stop_counting"))[0]
         # A decode step has one token per request; the prefill steps before it are left out.
-        tokens = min(COUNTED_REQUESTS, int(self.setup.engine_args["max_num_seqs"]))
+        tokens = self.counted_tokens
         counted = [step for step in steps if step["tokens"] == tokens]
         if not counted:
             return {
@@ -235,7 +239,7 @@ class Server(LoadServer):
             seen.setdefault(added, []).append(await self._latency_counts())
         await self.engine.collective_rpc("tessa_add_latency", args=(microseconds,))
         self.added_us = microseconds
-        return slope_of_steps(seen, COUNTED_REQUESTS) if check else {}
+        return slope_of_steps(seen, self.counted_tokens) if check else {}
 
     async def _latency_counts(self) -> dict[str, Any]:
         return (await self.engine.collective_rpc("tessa_latency_counts"))[0]

@@ -68,9 +68,14 @@ class OpenAIEngine(EngineProcess):
         url = options.get("url", "")
         if not url:
             raise UserError("backend=openai needs the server's address: pass url=http://127.0.0.1:8000")
-        parts = urlsplit(url)
+        wrong = UserError(f"url={url} is no address of a server; write it like http://127.0.0.1:8000")
+        try:
+            parts = urlsplit(url)
+            _ = parts.port  # a port that is no number or too great is found where it is read
+        except ValueError:
+            raise wrong from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"url={url} is no address of a server; write it like http://127.0.0.1:8000")
+            raise wrong
         if parts.username or parts.password:
             raise UserError(
                 "url must not hold a password, since it is stored with the results; use api_key_env"

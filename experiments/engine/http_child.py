@@ -127,7 +127,9 @@ class SLoraServer(HttpServer):
     async def start(self) -> dict[str, Any]:
         """Launch the server and wait until it answers."""
         port = claim_port(int(self.settings["port"]))
-        command = [part.format(port=port, nccl_port=claim_port(0)) for part in self.settings["command"]]
+        # Whole parts only: a folder's name may hold braces of its own.
+        ports = {"{port}": str(port), "{nccl_port}": str(claim_port(0))}
+        command = [ports.get(part, part) for part in self.settings["command"]]
         print("launching", *command, flush=True)
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
         self.client = client = SLoraClient(
@@ -160,17 +162,33 @@ class SLoraServer(HttpServer):
             self._check_alive("during the gate")
             raise
 
-    async def _run(self, workload: str, options: Mapping[str, Any]) -> Any:
-        result = await super()._run(workload, options)
-        self._check_alive("during the load")
-        return result
+    async def warmup(self, workload: str) -> dict[str, Any]:
+        try:
+            return await super().warmup(workload)
+        except RuntimeError:
+            self._check_alive("during the warm-up")
+            raise
+
+    async def run(self, workload: str, options: Mapping[str, Any], records: str) -> dict[str, Any]:
+        """As `LoadServer.run`; a death of the server's process is the load's failure, and its records are kept."""
+        result = await super().run(workload, options, records)
+        death = self._death()
+        if death is None:
+            return result
+        return {**result, "status": "failed", "reason": f"{death} during the load"}
 
     def _check_alive(self, when: str) -> None:
+        death = self._death()
+        if death is not None:
+            raise ServerError(f"{death} {when}")
+
+    def _death(self) -> str | None:
+        """How the server's process ended; None while it runs."""
         assert self.process is not None
         code = self.process.poll()
-        if code is not None:
-            how = f"signal {-code}" if code < 0 else f"status {code}"
-            raise ServerError(f"the server's process ended with {how} {when}")
+        if code is None:
+            return None
+        return f"the server's process ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
 
     def stop(self) -> None:
         # Its own processes may outlive it: the parent ends whatever is left in this session.

@@ -63,6 +63,26 @@ def test_a_decode_step_is_counted_and_no_prefill(monkeypatch):
     assert (found["collectives_per_step"], found["counted_tokens_per_step"]) == (2, 4)
 
 
+def test_a_latency_is_checked_on_steps_of_as_many_tokens_as_the_engine_takes(monkeypatch):
+    class Waiting:
+        added_s = 0.0
+
+        async def collective_rpc(self, method: str, args: tuple[float, ...] = ()) -> list[Any]:
+            if method == "tessa_add_latency":
+                self.added_s = args[0] * 1e-6
+            return [{"marks": [[i * (0.02 + 6 * self.added_s), 4, 6 * i] for i in range(12)]}]
+
+    async def decode(tokens: int) -> None:
+        return None
+
+    server = Server(EngineSetup("tessa", "model", (), device="cpu", engine_args={"max_num_seqs": 4}))
+    server.engine = Waiting()
+    monkeypatch.setattr(server, "_decode", decode)
+    found = asyncio.run(server.add_latency(500.0, check=True))
+    assert found["step_collectives"] == 6
+    assert found["latency_slope"] == pytest.approx(6)
+
+
 def test_without_a_decode_step_there_are_no_counts(monkeypatch):
     found = counters(monkeypatch, Workers([step(96, 0)]))
     assert not COUNTS & set(found)

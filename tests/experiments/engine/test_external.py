@@ -225,7 +225,7 @@ def test_a_server_that_is_not_there_or_never_answers(started: Callable[..., Any]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(EngineError, match=r"start: ServerError: no answer from .*/v1/models"):
+        with pytest.raises(EngineError, match=r"start: ServerError: .*/v1/models: the connection failed"):
             started(make_engine(openai(url), tmp_path / "log", tmp_path))
     with FakeServer(server="hang") as server:
         engine = make_engine(openai(server.url), tmp_path / "log", tmp_path)
@@ -295,6 +295,9 @@ def test_the_url_reaches_only_the_backend_that_takes_one(composed: Callable[...,
     [
         ({"url": ""}, r"pass url=http://127\.0\.0\.1:8000"),
         ({"url": "127.0.0.1:8000"}, r"url=127\.0\.0\.1:8000 is no address"),
+        ({"url": "http://127.0.0.1:99999"}, r"url=http://127\.0\.0\.1:99999 is no address"),
+        ({"url": "http://127.0.0.1:abc"}, r"url=http://127\.0\.0\.1:abc is no address"),
+        ({"url": "http://[::1"}, r"url=http://\[::1 is no address"),
         ({"url": "http://me:secret@h:1"}, r"must not hold a password"),
         ({"url": "http://h:1/v1"}, r"must end after the port"),
         ({"api_key_env": "TESSA_NO_SUCH_KEY"}, r"names \$TESSA_NO_SUCH_KEY, which is not set"),
@@ -332,7 +335,7 @@ def slora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SLor
     monkeypatch.setattr(external, "UPSTREAM", upstream)
     monkeypatch.setattr(external, "_import_problem", lambda python, package: [])
     monkeypatch.setattr(external, "ensure_adapters", lambda spec, cache: folders)
-    monkeypatch.setattr(external.models, "ensure_model", lambda spec, cache: tmp_path / "model")
+    monkeypatch.setattr(external.models, "ensure_model", lambda spec, cache: tmp_path / "{model}")
 
     def make(how: str = "", expected: Any = None, **options: str) -> SLoraEngine:
         monkeypatch.setenv("FAKE_SLORA", how)
@@ -375,6 +378,8 @@ def test_slora_is_launched_measured_and_stopped(
     line = next(x for x in (tmp_path / "log").read_text().splitlines() if x.startswith("options "))
     options = json.loads(line.removeprefix("options "))
     assert options["host"] == "127.0.0.1"
+    assert options["model_dir"] == str(tmp_path / "{model}")
+    assert int(options["nccl_port"]) not in (0, options["port"])
     assert (options["max_total_token_num"], options["running_max_req_size"]) == ("1000", "4")
     assert (options["max_req_input_len"], options["max_req_total_len"]) == ("127", "128")
     assert options["swap"]
@@ -415,8 +420,22 @@ def test_slora_that_dies_in_the_middle_of_a_load(
     slora: Callable[..., SLoraEngine], started: Callable[..., Any], work: Callable[..., Path]
 ) -> None:
     engine = started(slora("die"))
-    with pytest.raises(EngineError, match=r"the server's process ended with status 9 during the load"):
+    with pytest.raises(
+        EngineError, match=r"the server's process ended with status 9 during the load"
+    ) as raised:
         engine.run(work(), {})
+    records = pd.read_parquet(raised.value.records)
+    assert len(records) == 4
+    assert set(records["status"]) == {"error"}
+
+
+@pytest.mark.fault
+def test_slora_that_dies_in_the_warm_up(
+    slora: Callable[..., SLoraEngine], started: Callable[..., Any], work: Callable[..., Path]
+) -> None:
+    engine = started(slora("die"))
+    with pytest.raises(EngineError, match=r"the server's process ended with status 9 during the warm-up"):
+        engine.warmup(work())
 
 
 @pytest.mark.fault
