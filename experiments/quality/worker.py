@@ -1,6 +1,6 @@
 """The training process: takes trials as JSON lines, answers with progress and results as JSON lines.
 
-    python -m experiments.quality.worker    # started by experiments.quality.pool
+    python -m experiments.quality.worker PARENT    # started by experiments.quality.pool, whose process id it gets
 
 In: `{"spec": {...}, "cache": path}` once, then `{"id": n, "trial": {...}, "keep": folder or null}` per trial. Out:
 `{"event": "base" | "progress", "step", "steps", "loss"}`, then `{"event": "done", "id", "result": {...}}` or
@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ from typing import Any, TextIO
 from experiments.quality.spec import QualitySpec, Structure, Trial
 
 GRADIENT_BATCHES = 4
+PARENT_POLL_S = 1.0
 
 
 class Bench:
@@ -42,7 +44,7 @@ class Bench:
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.device = models.torch_device(spec)
-        self.rows = data.encoded(self.tokenizer, data.training_pairs(spec), spec) if spec.steps else []
+        self.rows = data.encoded(self.tokenizer, data.training_pairs(spec), spec)
         self.evaluate = Evaluator(spec)
 
     def fresh(self) -> Any:
@@ -166,7 +168,19 @@ def trial_of(values: dict[str, Any]) -> Trial:
     return Trial(**{**values, "structure": Structure(**values["structure"])})
 
 
-def main() -> None:
+def end_with(parent: int) -> None:
+    """Waits until this process is no longer a child of ``parent``, and ends it.
+
+    A parent that is killed can end nothing, and a training would only notice at its next line of progress. The kernel's
+    signal for a parent's death does not serve here: it comes when the parent's thread ends that started the child.
+    """
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)
+
+
+def main(parent: int) -> None:
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     # The protocol keeps the real standard output; prints of libraries must not get into it.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -174,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -21,6 +21,7 @@ import pytest
 from analysis import load, quality
 from experiments.console import Console
 from experiments.engine.setup import COMMON_ENV, cpu_env
+from experiments.provenance import REPO
 from experiments.quality import base, data, skills, training
 from experiments.quality import study as studies
 from experiments.quality.pool import Job, Worker, WorkerDied
@@ -208,6 +209,26 @@ def test_the_learning_rate_falls_as_the_study_says(tiny_base, monkeypatch):
     falls = -np.diff(cosine)
     assert falls[0] < falls[3] / 2
     assert falls[-1] < falls[3]
+
+
+def test_a_training_process_ends_with_a_parent_that_is_killed():
+    # The test holds the writing end of the input, so that only the parent's death can end the process.
+    code = (
+        "import os, signal, subprocess, sys\n"
+        "command = [sys.executable, '-m', 'experiments.quality.worker', str(os.getpid())]\n"
+        "subprocess.Popen(command, start_new_session=True)\n"
+        "print('started', flush=True)\n"
+        "signal.pause()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert parent.stdout.readline() == b"started\n"
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.read() == b""  # its end comes when the last process has ended that can write to it
+    parent.stdin.close()
+    parent.stdout.close()
 
 
 @pytest.fixture
