@@ -30,7 +30,8 @@ def groups(device: str) -> list[tuple[str, Callable[[], list[Result]]]]:
             (f"LoRA {shape}", lambda shape=shape: lora_check.check_lora_kernels(device, (shape,)))  # type: ignore[misc]
             for shape in lora_check.SMALL[1:] + lora_check.LARGE
         ]
-        parts = [*parts[:4], *loras, *parts[4:]]
+        graphs = ("CUDA graphs", lambda: selfcheck.check_graphs(device))
+        parts = [*parts[:4], graphs, *loras, *parts[4:]]
     return parts
 
 

@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import pytest
+
+from baselines import lora_check
+from experiments.layer_step import kernel_check
+from tessa.ops import selfcheck
 
 BLOCKED = (
     "hydra", "omegaconf", "vllm", "pyarrow", "peft", "transformers", "psutil", "scipy", "matplotlib", "safetensors",
@@ -40,6 +45,22 @@ def test_the_script_needs_torch_numpy_and_pandas_alone(repo_root: Path, tmp_path
     assert {file.name for file in (tmp_path / "rows").iterdir() if not file.name.startswith(".")} == {
         "rows.csv", "environment.json", "spec.json", "kernels.log", "layer_step.log",
     }  # fmt: skip
+
+
+def test_on_a_gpu_every_shape_is_checked_once_and_graphs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def check(device: str, shapes: tuple[object, ...] = ("graphs",)) -> list[kernel_check.Result]:
+        seen.extend(shapes)
+        return []
+
+    monkeypatch.setattr(selfcheck, "check_kernels", check)
+    monkeypatch.setattr(selfcheck, "check_graphs", check)
+    monkeypatch.setattr(lora_check, "check_lora_kernels", check)
+    for _, run in kernel_check.groups("cuda"):
+        run()
+    assert len(seen) == len(set(seen))
+    assert {"graphs", *selfcheck.SMALL, *selfcheck.LARGE, *lora_check.LARGE} <= set(seen)
 
 
 def test_the_script_fails_where_there_is_no_gpu(repo_root: Path, tmp_path: Path) -> None:

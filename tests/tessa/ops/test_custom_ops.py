@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tessa.ops import custom_ops
+from tessa.ops import custom_ops, selfcheck
 from tessa.ops.selfcheck import SMALL, Case, Shape, check_kernels, check_segmented, make_case, wide_weight
 
 SHAPE = Shape(21, 4, 6, 24, 20, 3)
@@ -31,6 +35,42 @@ def test_the_check_notices_a_wrong_op() -> None:
     for wrong in (touches_all, drops_a_row):
         case = make_case("in", SHAPE, torch.float32, "cpu", 0, widths=True)
         assert not check_segmented("in", wrong, case)[1]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_graphs_are_replayed_with_the_metadata_of_the_batch(
+    stale: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph stands for its last call; a stale one keeps what it read when it was captured."""
+    captured: list = []
+
+    def op(name: str, *arguments: object) -> torch.Tensor | None:
+        result = getattr(custom_ops, name)(*arguments)
+        captured[:] = [name, arguments, result]
+        return result
+
+    def replay() -> None:
+        name, arguments, result = captured
+        again = None if stale else getattr(custom_ops, name)(*arguments)
+        if again is not None:
+            result.copy_(again)
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in (
+        ("Stream", lambda: stream),
+        ("current_stream", lambda: stream),
+        ("stream", lambda one: nullcontext()),
+        ("CUDAGraph", lambda: SimpleNamespace(replay=replay)),
+        ("graph", lambda graph: nullcontext()),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    names = ("segmented_in", "segmented_out", "wide_in", "wide_out")
+    ops = SimpleNamespace(**{name: partial(op, name) for name in names})
+    monkeypatch.setattr(selfcheck, "custom_ops", ops)
+    monkeypatch.setattr(selfcheck, "LARGE", (SHAPE,))
+    results = selfcheck.check_graphs("cpu")
+    assert sorted(name for name, _, _ in results) == sorted(f"graph {name}" for name in names)
+    assert {ok for _, _, ok in results} == {not stale}
 
 
 def _arguments(name: str, dtype: torch.dtype, widths: bool) -> tuple:

@@ -88,7 +88,8 @@ def _compile(kernel, dtype: torch.dtype, constants: dict, options: dict, capabil
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_on_the_gpu() -> None:
-    from tessa.ops.selfcheck import check_kernels
+    from tessa.ops.selfcheck import check_graphs, check_kernels
 
-    failed = [(name, worst) for name, worst, ok in check_kernels("cuda") if not ok]
+    results = check_kernels("cuda") + check_graphs("cuda")
+    failed = [(name, worst) for name, worst, ok in results if not ok]
     assert not failed
