@@ -95,15 +95,17 @@ def name(kind: str) -> str:
 
 
 def with_mean(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows with one more task, MEAN: each training's mean over its tasks. Nothing is added to a single task."""
-    if table["task"].nunique() < 2:
+    """The rows with one more task, MEAN: the mean over its tasks of each training that has several."""
+    several = table[table.groupby("cell")["task"].transform("nunique") > 1]
+    if several.empty:
         return table
-    mean = table.groupby("cell", sort=False, as_index=False).first()
-    mean["value"] = mean["cell"].map(table.groupby("cell")["value"].mean())
+    mean = several.groupby("cell", sort=False, as_index=False).first()
+    mean["value"] = mean["cell"].map(several.groupby("cell")["value"].mean())
     # Tasks have their own documents, so their errors are independent.
     if "stderr" in table:
-        square = table["stderr"].astype(float) ** 2
-        mean["stderr"] = mean["cell"].map(np.sqrt(square.groupby(table["cell"]).sum()) / mean_count(table))
+        square = several["stderr"].astype(float) ** 2
+        total = np.sqrt(square.groupby(several["cell"]).sum())
+        mean["stderr"] = mean["cell"].map(total / mean_count(several))
     mean["task"] = MEAN
     return pd.concat([table, mean], ignore_index=True)
 
@@ -225,10 +227,11 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     """One formatted row per structure and budget: parameters, rate, score per task, mean, difference to LoRA."""
     found = list(points(with_mean(rows(frame))))
     tried = _tried(frame)
+    averaged = {_point_key(point) for point in found if point.task == MEAN}
     out: dict[tuple[str, str, str, float | None], dict[str, str]] = {}
     tests: dict[tuple[str, str], list[tuple[dict[str, str], float]]] = {}
     for point in found:
-        key = (point.experiment, point.setting, point.structure, point.rank_equivalent)
+        key = _point_key(point)
         row = out.setdefault(
             key,
             {
@@ -243,8 +246,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
             },
         )
         row[point.task] = _percent(point.score)
-        last = point.task == MEAN or MEAN not in {p.task for p in found if p.experiment == point.experiment}
-        if last and point.difference is not None:
+        if (point.task == MEAN or key not in averaged) and point.difference is not None:
             row["- LoRA"] = _percent(point.difference, sign=True)
             row[ADJUSTED] = "-"
             row["in LoRA's"] = INSIDE[point.inside] if point.matched else "not matched"
@@ -252,6 +254,10 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     for together in tests.values():
         _adjust(together)
     return pd.DataFrame(list(out.values())).fillna("-")
+
+
+def _point_key(point: Point) -> tuple[str, str, str, float | None]:
+    return point.experiment, point.setting, point.structure, point.rank_equivalent
 
 
 def comparisons(frame: pd.DataFrame) -> pd.DataFrame:

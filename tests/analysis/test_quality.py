@@ -53,6 +53,24 @@ def test_differences_to_lora_are_paired_and_their_p_is_adjusted_for_the_table():
     assert table.loc["LoRA", "p (Holm)"] == "-"
 
 
+def test_a_mean_over_tasks_is_of_trainings_with_several():
+    other = "tessa across random"
+    one_task = pd.concat(
+        [trainings("lora", {"a": LORA["a"]}, rank=8), trainings(other, {"a": OTHERS[other]["a"]}, rank=8)]
+    )
+    frame = pd.concat([trainings("lora", LORA), one_task])
+    means = quality.with_mean(frame)
+    means = means[means["task"] == quality.MEAN]
+    assert means["rank_equivalent"].tolist() == [4] * 5
+    assert means["value"].to_numpy() == pytest.approx(mean(LORA))
+    assert means["stderr"].to_numpy() == pytest.approx([0.01 / np.sqrt(2)] * 5)
+    assert quality.MEAN not in set(quality.with_mean(one_task)["task"])
+    # What has one task is compared on that task.
+    shown = quality.table(frame).set_index(["structure", "r"])
+    assert shown.loc[(quality.name(other), "8"), quality.MEAN] == "-"
+    assert shown.loc[(quality.name(other), "8"), "- LoRA"].startswith("+2.2 ")
+
+
 def test_slices_are_compared_with_each_other_at_equal_budget():
     frame = pd.concat(
         [
