@@ -50,10 +50,6 @@ class Stack:
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def layer_bytes(self) -> int:
-        return sum(w.nbytes for w in self.layers[0].weights.values())
-
 
 def build_stack(
     shape: ModelShape, tp: int, layers: int, dtype: torch.dtype, device: torch.device, seed: int

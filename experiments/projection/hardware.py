@@ -61,7 +61,6 @@ class Link:
 class GPU:
     name: str
     memory_bandwidth: float
-    memory_bytes: float
     peak_flops: float
     sms: int
     matmul: MatmulConstants
@@ -142,7 +141,6 @@ _H100_CUSTOM = {
 _A100_CUSTOM = {
     n: replace(link, bus_bandwidth=link.bus_bandwidth * 600 / 900) for n, link in _H100_CUSTOM.items()
 }
-GIB = 1024**3
 
 GPUS: dict[str, GPU] = {
     gpu.name: gpu
@@ -150,7 +148,6 @@ GPUS: dict[str, GPU] = {
         GPU(
             "a100-40",
             1.555e12,
-            40 * GIB,
             312e12,
             108,
             _A100_MATMUL,
@@ -161,7 +158,6 @@ GPUS: dict[str, GPU] = {
         GPU(
             "a100-80",
             2.039e12,
-            80 * GIB,
             312e12,
             108,
             _A100_MATMUL,
@@ -169,10 +165,8 @@ GPUS: dict[str, GPU] = {
             _A100_NCCL,
             _A100_CUSTOM,
         ),
-        GPU(
-            "h100", 3.35e12, 80 * GIB, 989e12, 132, _H100_MATMUL, _H100_ELEMENTWISE, _H100_NCCL, _H100_CUSTOM
-        ),
-        GPU("h200", 4.8e12, 141e9, 989e12, 132, _H100_MATMUL, _H100_ELEMENTWISE, _H100_NCCL, _H100_CUSTOM),
+        GPU("h100", 3.35e12, 989e12, 132, _H100_MATMUL, _H100_ELEMENTWISE, _H100_NCCL, _H100_CUSTOM),
+        GPU("h200", 4.8e12, 989e12, 132, _H100_MATMUL, _H100_ELEMENTWISE, _H100_NCCL, _H100_CUSTOM),
     )
 }
 

@@ -22,26 +22,18 @@ def aligned(count: int, dtype: torch.dtype) -> int:
 class SlotPart:
     """One part of a layer's slots.
 
+    Its rows K grow as adapters come.
+
     Args:
         num_slots: S.
         length: length of the delta's other side: d_out for the in part, d_in for the out part.
-        capacity: rows K to allocate at once, rounded up to whole 16 bytes; needed where buffers must not move.
-            None grows as adapters come.
     """
 
-    def __init__(
-        self,
-        num_slots: int,
-        length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        capacity: int | None = None,
-    ) -> None:
+    def __init__(self, num_slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots, self.length, self.dtype, self.device = num_slots, length, dtype, device
-        self.fixed = capacity is not None
         self.widths = [0] * num_slots
         self.version = 0  # counts changes, so that what is derived from the slots knows when it is stale
-        self._allocate(capacity or 0)
+        self._allocate(0)
 
     def _allocate(self, rows: int) -> None:
         rows = aligned(rows, self.dtype)
@@ -63,10 +55,6 @@ class SlotPart:
                 self.window = (start, start + self.used)
 
     @property
-    def capacity(self) -> int:
-        return self.index.shape[1]
-
-    @property
     def nbytes(self) -> int:
         return self.delta.nbytes + self.index.nbytes
 
@@ -79,17 +67,9 @@ class SlotPart:
             self._refresh()
 
     def set(self, slot: int, index: torch.Tensor, delta: torch.Tensor) -> None:
-        """Put an adapter into a slot: ``index [k]`` and ``delta [k, length]``, any dtype and device.
-
-        Raises:
-            ValueError: more rows than a fixed capacity holds.
-        """
+        """Put an adapter into a slot: ``index [k]`` and ``delta [k, length]``, any dtype and device."""
         rows = index.shape[0]
-        if rows > self.capacity:
-            if self.fixed:
-                raise ValueError(
-                    f"a slice of width {rows} exceeds the {self.capacity} rows reserved per slot"
-                )
+        if rows > self.index.shape[1]:
             old_index, old_delta = self.index, self.delta
             self._allocate(rows)
             self.index[:, : old_index.shape[1]] = old_index

@@ -154,9 +154,3 @@ def test_slots_share_a_window_only_when_all_are_alike() -> None:
 def test_aligned_counts_whole_sixteen_bytes() -> None:
     assert [aligned(n, torch.float32) for n in (1, 4, 5)] == [4, 4, 8]
     assert [aligned(n, torch.bfloat16) for n in (1, 8, 9)] == [8, 8, 16]
-
-
-def test_fixed_capacity_is_kept() -> None:
-    part = SlotPart(2, 4, torch.float32, torch.device("cpu"), capacity=4)
-    with pytest.raises(ValueError, match="reserved"):
-        part.set(0, torch.arange(5), torch.ones(5, 4))
