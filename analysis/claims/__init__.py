@@ -91,8 +91,8 @@ def _note(claim: Claim, e: Evidence, same: list[Evidence]) -> str:
     words = []
     if claim.id != "C5":
         words.append(f"{e.backend} at TP {e.tp}")
-        if math.isfinite(e.reference) and claim.id == "C1" and e.reference_tp != e.tp:
-            words.append(f"{e.reference:.1f} % at TP {e.reference_tp}")
+        if claim.id == "C1":
+            words.append(_growth(e))
         elif math.isfinite(e.reference) and claim.id in ("C3", "C4"):
             words.append(f"{'punica' if claim.id == 'C3' else 'slora'} {e.reference:g}")
     else:
@@ -100,7 +100,25 @@ def _note(claim: Claim, e: Evidence, same: list[Evidence]) -> str:
         words.append(f"interval above {MARGIN_POINTS:g} points at {near} of {len(same)} matched budgets")
     if len(same) > 1:
         words.append(f"{'greatest' if claim.greatest else 'lowest'} of {len(same)}")
-    return ", ".join([*words, e.note] if e.note else words)
+    words += [e.note] if e.note else []
+    text = ", ".join(words)
+    if claim.id == "C1":
+        for backend in dict.fromkeys(x.backend for x in same if x.backend != e.backend):
+            mine = [x for x in same if x.backend == backend]
+            other = max(mine, key=lambda x: (x.setting == e.setting, x.above, x.value))
+            text += f"; {backend} {other.value:.1f} % at TP {other.tp}, {_growth(other)}"
+    return text
+
+
+def _growth(e: Evidence) -> str:
+    """The cost at the lowest TP degree, and whether the one at the highest is separated from it."""
+    if e.tp == e.reference_tp or not math.isfinite(e.reference):
+        return "one TP degree"
+    if not (math.isfinite(e.low) and math.isfinite(e.reference_high)):
+        said = "growth without intervals"
+    else:
+        said = f"growth {'' if e.growth_separated else 'not '}separated"
+    return f"{e.reference:.1f} % at TP {e.reference_tp}, {said}"
 
 
 def _timed(frame: pd.DataFrame) -> pd.DataFrame:
@@ -134,6 +152,9 @@ def _plain(e: Evidence) -> dict[str, Any]:
         "provenance": e.provenance,
         "setting": e.setting,
         "reference": _number(e.reference),
+        "reference_interval": [_number(e.reference_low), _number(e.reference_high)]
+        if math.isfinite(e.reference_low)
+        else None,
         "note": e.note,
         "judged": e.judged,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ GENERATED = ("tiny", "tiny_gqa", "small")
 @dataclass(frozen=True)
 class Evidence:
     """One number. value, low, high: in the claim's unit, NaN where not known. reference: what else the rule needs, such
-    as the same cost at the lowest TP degree. judged: False for a number that is only listed beside the others."""
+    as the same cost at the lowest TP degree, with its interval where it has one. judged: False for a number that is
+    only listed beside the others."""
 
     backend: str
     tp: int
@@ -39,6 +40,13 @@ class Evidence:
     reference_tp: int = 0
     note: str = ""
     judged: bool = True
+    reference_low: float = np.nan
+    reference_high: float = np.nan
+
+    @property
+    def growth_separated(self) -> bool:
+        """Whether the value lies above that at the lower degree `reference_tp`, and their intervals do not overlap."""
+        return self.tp > self.reference_tp and self.low > self.reference_high
 
     @property
     def above(self) -> float:
@@ -71,7 +79,8 @@ def tessa_over_slora(frame: pd.DataFrame) -> list[Evidence]:
 
 
 def lora_cost(frame: pd.DataFrame) -> list[Evidence]:
-    """C1: adapter cost in percent at the highest degree of each setting and LoRA backend, beside the lowest's.
+    """C1: adapter cost in percent at the highest degree of each setting and LoRA backend, beside the lowest's with its
+    interval.
 
     Costs against base in another session do not count. Intervals hold together, as those of `tessa_over_slora`.
     """
@@ -86,10 +95,13 @@ def lora_cost(frame: pd.DataFrame) -> list[Evidence]:
     for mine, backend in cases:
         degrees = sorted(mine["tp"].unique())
         least, most = int(degrees[0]), int(degrees[-1])
-        c = tables.interval(mine[mine["tp"] == most], "adapter_cost", together(len(cases)))
-        lowest = 100 * tables.interval(mine[mine["tp"] == least], "adapter_cost").centre
-        values = (100 * c.centre, 100 * c.low, 100 * c.high)
-        found.append(_of(mine, backend, most, values, lowest, least))
+        highest, lowest = (
+            tables.interval(mine[mine["tp"] == tp], "adapter_cost", together(len(cases)))
+            for tp in (most, least)
+        )
+        values = (100 * highest.centre, 100 * highest.low, 100 * highest.high)
+        entry = _of(mine, backend, most, values, 100 * lowest.centre, least)
+        found.append(replace(entry, reference_low=100 * lowest.low, reference_high=100 * lowest.high))
     return found
 
 
@@ -243,10 +255,13 @@ def from_projection(results: Path, reference: bool = False) -> dict[str, list[Ev
         least, most = int(rows["tp"].min()), int(known["tp"].max())
         for backend in LORA:
             value, low, high = (100 * float(last[f"C1_{backend}_cost{end}"]) for end in ("", "_low", "_high"))
+            lowest, lowest_low, lowest_high = (
+                100 * float(first[f"C1_{backend}_cost{end}"]) for end in ("", "_low", "_high")
+            )
             found["C1"].append(
                 Evidence(
-                    backend, most, value, low, high, "modelled", where, True,
-                    100 * float(first[f"C1_{backend}_cost"]), least,
+                    backend, most, value, low, high, "modelled", where, True, lowest, least,
+                    reference_low=lowest_low, reference_high=lowest_high,
                 )
             )  # fmt: skip
         share = 100 * float(first["C2_parameter_share"])

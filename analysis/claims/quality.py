@@ -13,13 +13,13 @@ PREFERRED = ("tessa across random", "tessa across", "tessa")
 
 
 def differences(table: pd.DataFrame) -> list[Evidence]:
-    """One entry per matched budget, in points: the difference of the mean over tasks, averaged over seeds, with its
-    paired interval. Then, not judged, an entry per task of each budget. Intervals of the entries that are judged hold
-    together, and so do those of the others.
+    """One entry per matched budget, in points: the difference of the mean over its open tasks, averaged over seeds,
+    with its paired interval. Then, not judged, an entry per open task of each budget. Intervals of the entries that
+    are judged hold together, and so do those of the others.
 
-    Tasks that cannot differ (`Point.saturated`) have no entry, nor has a budget without any other task. Of the
-    structure that TESSA's configuration chooses by default, where it was trained, else of the first. `gpu` says that
-    the base model is a published one, not one trained here.
+    Open are the tasks that can differ, so are not `Point.saturated`: the others would pull every difference towards 0.
+    A budget without any open task has no entry. Of the structure that TESSA's configuration chooses by default, where
+    it was trained, else of the first. `gpu` says that the base model is a published one, not one trained here.
     """
     if table.empty:
         return []
@@ -37,10 +37,13 @@ def differences(table: pd.DataFrame) -> list[Evidence]:
         open_ = [p for p in tasks if not p.saturated]
         if not open_:
             continue
-        note = f"{points[-1].task} at rank-equivalent {points[-1].rank_equivalent:g}"  # the mean comes last
+        mean = points[-1]  # it comes last
         if len(open_) < len(tasks):
-            note += f", {len(tasks) - len(open_)} of {len(tasks)} tasks saturated"
-        judged.append((points[-1], note))
+            mean = _over(table, mean, [p.task for p in open_])
+        note = f"{mean.task} at rank-equivalent {mean.rank_equivalent:g}"
+        if len(open_) < len(tasks):
+            note += f", {len(tasks) - len(open_)} of {len(tasks)} tasks saturated and left out"
+        judged.append((mean, note))
         if len(tasks) > 1:
             listed += [(p, "") for p in open_]
     return [
@@ -48,6 +51,13 @@ def differences(table: pd.DataFrame) -> list[Evidence]:
         for group in (judged, listed)
         for point, note in group
     ]
+
+
+def _over(table: pd.DataFrame, point: quality.Point, tasks: list[str]) -> quality.Point:
+    """The point's structure and budget on the mean of these tasks alone."""
+    same = (table["experiment"] == point.experiment) & (table["setting"] == point.setting)
+    rows = table[same & (table["rank_equivalent"] == point.rank_equivalent) & table["task"].isin(tasks)]
+    return [p for p in quality.points(quality.with_mean(rows)) if p.structure == point.structure][-1]
 
 
 def _entry(point: quality.Point, note: str, together_with: int, published: bool, judged: bool) -> Evidence:

@@ -56,6 +56,38 @@ def test_speedup_is_the_ratio_within_rounds(tmp_path, store_cell):
 
 
 @pytest.mark.parametrize(
+    ("value", "low", "high", "verdict"),
+    [(3.2, 2.0, 5.0, "reproduced"), (3.0, 2.0, 5.0, "partly"), (3.2, 3.1, 3.3, "partly")],
+)
+def test_a_wide_interval_does_not_make_up_for_a_small_speed_up(value, low, high, verdict):
+    evidence = claims.evidence.Evidence("tessa", 8, value, low, high, "measured", "", True)
+    assert rules.CLAIMS[5].judge(evidence, [evidence]) == verdict
+
+
+@pytest.mark.parametrize(("spread", "verdict"), [(2.0, "reproduced"), (20.0, "partly")])
+def test_growth_with_tp_counts_where_it_is_separated(spread, verdict):
+    evidence = claims.evidence.Evidence(
+        "slora", 8, 43.0, 43.0 - spread, 43.0 + spread, "measured", "", True, 15.0, 1,
+        reference_low=15.0 - spread, reference_high=15.0 + spread,
+    )  # fmt: skip
+    assert rules.CLAIMS[0].judge(evidence, [evidence]) == verdict
+
+
+def test_each_backend_s_growth_is_said(tmp_path):
+    for tp, slora in ((1, 0.1), (2, 0.4)):
+        analysis_store.point(tmp_path, "tp_scaling", "a", {"punica": 0.15, "slora": slora}, tp)
+    row = verdicts(tmp_path)["C1"]
+    own, other = row["note"].split("; ")
+    assert own.startswith("slora at TP 2, ")
+    assert "% at TP 1, growth separated, greatest of 2" in own
+    assert other.startswith("punica 1")
+    assert other.endswith("% at TP 1, growth not separated")
+    assert all(
+        e["reference_interval"][0] < e["reference"] < e["reference_interval"][1] for e in row["evidence"]
+    )
+
+
+@pytest.mark.parametrize(
     ("slora", "tessa", "verdict"),
     [
         ({"budget_ratio": 1.0}, {"budget_ratio": 1.04}, "partly"),
@@ -70,15 +102,20 @@ def test_adapters_of_another_size_are_no_speedup(tmp_path, store_cell, slora, te
     assert verdicts(tmp_path)["C6"]["verdict"] == verdict
 
 
-def test_slower_than_slora_is_not_reproduced(tmp_path, store_cell):
-    store_cell("slora", [100.0, 101.0, 102.0])
-    store_cell("tessa", [90.0, 91.0, 92.0])
-    assert verdicts(tmp_path)["C6"]["verdict"] == "not"
+@pytest.mark.parametrize(("device", "verdict"), [("cuda", "not"), ("cpu", "not tested")])
+def test_slower_than_slora_refutes_the_claim_on_gpus_alone(tmp_path, store_cell, device, verdict):
+    store_cell("slora", [100.0, 101.0, 102.0], labels={"device": device})
+    store_cell("tessa", [90.0, 91.0, 92.0], labels={"device": device})
+    assert verdicts(tmp_path)["C6"]["verdict"] == verdict
 
 
-@pytest.mark.parametrize(("spread", "verdict"), [(1.0, "not"), (40.0, "not tested")])
-def test_a_cost_that_may_be_zero(tmp_path, store_cell, spread, verdict):
-    store_cell("punica", [100.0 - spread, 100.0 + spread, 100.0], base=[100.0, 100.0, 100.0])
+@pytest.mark.parametrize(
+    ("spread", "device", "verdict"),
+    [(1.0, "cuda", "not"), (1.0, "cpu", "not tested"), (40.0, "cuda", "not tested")],
+)
+def test_a_cost_that_may_be_zero(tmp_path, store_cell, spread, device, verdict):
+    speeds = [100.0 - spread, 100.0 + spread, 100.0]
+    store_cell("punica", speeds, base=[100.0, 100.0, 100.0], labels={"device": device})
     assert verdicts(tmp_path)["C1"]["verdict"] == verdict
 
 
@@ -192,26 +229,32 @@ def test_quality_is_judged_by_the_paired_difference(tmp_path, gain, verdict):
     assert "of 4 matched budgets, lowest of 4, mean of tasks at rank-equivalent" in row["note"]
 
 
-def test_quality_is_judged_by_the_mean_over_tasks_with_intervals_that_hold_together():
+def test_quality_is_judged_by_the_mean_over_open_tasks_with_intervals_that_hold_together():
     lora, hard = (
         [0.40, 0.60, 0.50, 0.45, 0.55],
         {4: [0.50, 0.52, 0.55, 0.43, 0.60], 8: [0.41, 0.55, 0.5, 0.5, 0.6]},
     )
-    easy = [1.0] * 5
+    easy, other = [1.0] * 5, [0.2, 0.3, 0.35, 0.4, 0.5]
     parts = []
     for rank, scores in hard.items():
-        parts.append(analysis_store.trainings("lora", {"easy": easy, "hard": lora}, rank))
-        parts.append(analysis_store.trainings("tessa across random", {"easy": easy, "hard": scores}, rank))
+        tasks = {"easy": easy, "hard": lora, "other": other[::-1]}
+        parts.append(analysis_store.trainings("lora", tasks, rank))
+        parts.append(
+            analysis_store.trainings("tessa across random", {**tasks, "hard": scores, "other": other}, rank)
+        )
     found = claims.quality.differences(quality.rows(pd.concat(parts)))
     judged = [e for e in found if e.judged]
     for e, scores in zip(judged, hard.values(), strict=True):
-        by_hand = ttest_rel(np.mean([easy, scores], 0), np.mean([easy, lora], 0)).confidence_interval(0.975)
+        by_hand = ttest_rel(np.mean([other, scores], 0), np.mean([other[::-1], lora], 0)).confidence_interval(
+            0.975
+        )
         assert (e.low, e.high) == pytest.approx((100 * by_hand.low, 100 * by_hand.high))
         assert e.value == pytest.approx(50 * (np.mean(scores) - np.mean(lora)))
-        assert "1 of 2 tasks saturated" in e.note
+        assert e.note.startswith("mean of tasks")
+        assert "1 of 3 tasks saturated and left out" in e.note
     listed = [e for e in found if not e.judged]
-    assert [e.setting.partition(",")[0] for e in listed] == ["hard", "hard"]
-    by_hand = ttest_rel(hard[4], lora).confidence_interval(0.975)
+    assert [e.setting.partition(",")[0] for e in listed] == ["hard", "other"] * 2
+    by_hand = ttest_rel(hard[4], lora).confidence_interval(1 - 0.05 / 4)
     assert (listed[0].low, listed[0].high) == pytest.approx((100 * by_hand.low, 100 * by_hand.high))
 
 
@@ -226,6 +269,11 @@ def test_a_budget_at_which_nothing_can_differ_is_no_evidence():
         ]
     )
     assert [e.value for e in claims.quality.differences(quality.rows(other))] == [-100]
+    kinds = {"lora": [0.4, 0.5, 0.6], "tessa across random": [0.3, 0.4, 0.5]}
+    one = [analysis_store.trainings(k, {"easy": [1.0] * 3, "hard": v}) for k, v in kinds.items()]
+    (judged, _) = claims.quality.differences(quality.rows(pd.concat(one)))
+    assert judged.value == pytest.approx(-10)
+    assert judged.note == "hard at rank-equivalent 4, 1 of 2 tasks saturated and left out"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +343,8 @@ def test_layer_step_and_projection_are_evidence_of_their_own_kind(tmp_path, stor
         "partly",
     )
     assert (found["C1"]["ours"], found["C1"]["verdict"]) == (40.0, "partly")
-    assert found["C1"]["note"] == "slora at TP 4, 10.0 % at TP 1, with modelled collectives"
+    said = "slora at TP 4, 10.0 % at TP 1, growth without intervals, with modelled collectives"
+    assert found["C1"]["note"] == said
     assert (found["C4"]["ours"], found["C4"]["verdict"]) == (0.0, "partly")
 
     table = [
