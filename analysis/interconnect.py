@@ -28,7 +28,8 @@ def usable(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def slopes(part: pd.DataFrame) -> pd.DataFrame:
-    """Per variant: `counted` collectives of a decode step, `slope` of its time against the latency, their `ratio`.
+    """Per variant: `counted` collectives of a decode step, `slope` of its time against the latency, their `ratio`, and
+    `ratio_low` and `ratio_high`, the least and most of the ratio at a single latency.
 
     The slope is the least-squares line through the origin of (step with - step without) over the latency; each pair
     of step times comes from one engine within seconds.
@@ -42,8 +43,10 @@ def slopes(part: pd.DataFrame) -> pd.DataFrame:
             continue
         slope = float(added @ grown / (added @ added))
         counted = float(cells.step_collectives.mean())
-        rows.append({"variant": variant, "counted": counted, "slope": slope, "ratio": slope / counted})
-    return pd.DataFrame(rows, columns=["variant", "counted", "slope", "ratio"])
+        single = grown[added > 0] / added[added > 0] / counted
+        ratios = {"ratio": slope / counted, "ratio_low": single.min(), "ratio_high": single.max()}
+        rows.append({"variant": variant, "counted": counted, "slope": slope, **ratios})
+    return pd.DataFrame(rows, columns=["variant", "counted", "slope", "ratio", "ratio_low", "ratio_high"])
 
 
 def collectives(variant: str, layers: int, tp: int, modules: str | None = None) -> int:
@@ -58,6 +61,7 @@ def predictions(part: pd.DataFrame) -> pd.DataFrame:
     """Per variant and latency: `measured` and `predicted` output tokens/s, and the analytic `collectives`.
 
     The run of the same cell without added latency gives seconds and steps; every step gets `collectives` waits more.
+    Of several rounds, all of them are means, as in the figures and tables.
     """
     rows = []
     for variant, mine in usable(part).groupby("variant", sort=False):
@@ -66,15 +70,15 @@ def predictions(part: pd.DataFrame) -> pd.DataFrame:
             continue
         first = start.iloc[0]
         count = collectives(str(variant), int(first.layers), int(first.tp), first.get("target_modules"))
-        wall, steps = float(start.wall_s.median()), float(start.engine_steps.median())
-        speed = float(start[SPEED].median())
+        wall, steps = float(start.wall_s.mean()), float(start.engine_steps.mean())
+        speed = float(start[SPEED].mean())
         for added, cells in mine.groupby(X):
             waited = steps * count * float(added) * 1e-6  # type: ignore[arg-type]
             rows.append(
                 {
                     "variant": variant,
                     X: float(added),  # type: ignore[arg-type]
-                    "measured": float(cells[SPEED].median()),
+                    "measured": float(cells[SPEED].mean()),
                     "predicted": speed * wall / (wall + waited),
                     "collectives": count,
                 }

@@ -16,7 +16,8 @@ import pandas as pd
 @dataclass(frozen=True)
 class Sweep:
     """x: the column along the axis. facet: the column with a panel for each value. varied: paths in a cell's
-    `config.json` that may differ within one figure. log: the axis doubles from tick to tick."""
+    `config.json` that may differ within one figure. categorical: values are names, shown as groups of bars. columns:
+    the metrics, a row of panels each."""
 
     x: str
     label: str

@@ -238,7 +238,7 @@ def render(frame: pd.DataFrame) -> str:
     blocks = []
     for setting, part in table.groupby("setting", sort=False):
         blocks.append("\n".join([*textwrap.wrap(str(setting), WIDTH), _grid(part.drop(columns="setting"))]))
-    failed = frame[frame["status"] != "complete"].drop_duplicates("cell")
+    failed = frame[frame["status"] != "complete"].drop_duplicates(["experiment", "cell"])
     lines = [f"{row.cell}: {row.status}: {row.reason} (log: {row.log})" for row in failed.itertuples()]
     return "\n\n".join([*blocks, *(["\n".join(lines)] if lines else []), definitions()])
 

@@ -91,7 +91,7 @@ def _draw_trained(table: pd.DataFrame, folder: Path, reference: bool) -> list[Pa
         stem = str(experiment) if settings[experiment] == 1 else f"{experiment}_{setting}"
         said = {
             **_study(str(experiment), ["measured"], part, reference),
-            "caption": f"{experiment}, {quality.note(part)}",
+            "caption": f"{experiment}, {quality.note(part, quality.BARS)}",
         }
         with plt.rc_context(style.RC):
             drawn = quality.draw(scores.with_mean(part))
@@ -152,11 +152,11 @@ def draw_all(
         done.missing.append(
             f"{experiment}: no results; make them with: python run.py experiment={experiment}"
         )
-    bad = wanted[wanted["status"] != "complete"].drop_duplicates("cell")
+    bad = wanted[wanted["status"] != "complete"].drop_duplicates(["experiment", "cell"])
     done.missing += [f"{row.folder}: {row.status}: {row.reason}" for row in bad.itertuples()]
     if reference:
         unclean = only_reference(wanted)
-        unclean = unclean[unclean["status"] == DIRTY].drop_duplicates("cell")
+        unclean = unclean[unclean["status"] == DIRTY].drop_duplicates(["experiment", "cell"])
         done.missing += [
             f"{row.folder}: left out of reference figures: {row.reason}" for row in unclean.itertuples()
         ]

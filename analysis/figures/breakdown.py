@@ -106,11 +106,12 @@ def split(part: pd.DataFrame) -> Figure | None:
     for axes in (top, bottom):
         axes.grid(True, axis="x")
         axes.grid(False, axis="y")
-    handles = [Patch(facecolor=colour, label=name) for name, colour in TINTS.items() if _has(found, name)]
+    handles = [Patch(facecolor=colour, label=name) for name, colour in TINTS.items() if _drawn(found, name)]
     hatched = sorted(set(kinds.values()) - {"measured"})
     handles += [Patch(facecolor="white", edgecolor="black", hatch=style.HATCHES[k], label=k) for k in hatched]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, columnspacing=1.0)
-    marks.footer(figure, part, f"TP {part['tp'].iloc[0]}")
+    ticks = ["black tick: measured total, where a piece is below 0"] if top.lines else []
+    marks.footer(figure, part, f"TP {part['tp'].iloc[0]}", *ticks)
     return figure
 
 
@@ -131,5 +132,6 @@ def _both(times: dict[str, pd.Series]) -> bool:
     )
 
 
-def _has(found: list[Share], name: str) -> bool:
-    return any(s.piece == name for s in found)
+def _drawn(found: list[Share], name: str) -> bool:
+    """Whether a bar has an area of this piece."""
+    return any(s.piece == name and s.time.centre > 0 for s in found)

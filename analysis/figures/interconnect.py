@@ -11,15 +11,17 @@ from matplotlib.figure import Figure
 
 from analysis import interconnect, style
 from analysis.figures import marks
+from analysis.figures.save import caption
 
 # `style` chooses the backend without a display; pyplot must come after it.
 import matplotlib.pyplot as plt  # isort: skip
 
 LABEL = "latency added to each collective (ms)"
+MODELLED = ("modelled",)
 
 
 def against_latency(part: pd.DataFrame, notes: dict[str, Any]) -> Figure:
-    """Three panels; the caption's `notes` get slopes, counts and crossings."""
+    """Three panels; the caption's `notes` get slopes, counts and crossings, and what of the figure is modelled."""
     found, slopes = interconnect.predictions(part), interconnect.slopes(part)
     notes["slopes"] = slopes.round(3).to_dict("records")
     for column in ("measured", "predicted"):
@@ -47,8 +49,17 @@ def against_latency(part: pd.DataFrame, notes: dict[str, Any]) -> Figure:
     _ticks(middle, values)
     middle.set_title("modelled from 0 ms and the collectives")
     _slopes(right, slopes)
-    marks.legend(figure, part, as_lines=True)
-    marks.footer(figure, part, f"TP {part['tp'].iloc[0]}")
+    notes["provenance"] = marks.provenances(part, MODELLED)
+    notes["caption"] = f"{caption(part)}; the middle panel is modelled"
+    marks.legend(figure, part, as_lines=True, also=MODELLED)
+    marks.footer(
+        figure,
+        part,
+        f"TP {part['tp'].iloc[0]}",
+        "middle panel: modelled",
+        "right panel: bars from least to most of the single latencies",
+        also=MODELLED,
+    )
     return figure
 
 
@@ -63,14 +74,19 @@ def _ticks(axes: Axes, values: list[float]) -> None:
 
 
 def _slopes(axes: Axes, slopes: pd.DataFrame) -> None:
-    top = 1.15 * float(np.nanmax([1.0, *slopes.counted, *slopes.slope]))
+    most = slopes.counted * slopes.ratio_high
+    top = 1.15 * float(np.nanmax([1.0, *slopes.counted, *slopes.slope, *most]))
     axes.plot([0, top], [0, top], color="black", lw=0.7)
-    for variant, counted, slope in zip(slopes.variant, slopes.counted, slopes.slope, strict=True):
+    for row in slopes.to_dict("records"):
+        variant, counted = str(row["variant"]), float(row["counted"])
+        colour = style.colour(variant)
+        ends = [counted * row["ratio_low"], counted * row["ratio_high"]]
+        axes.plot([counted, counted], ends, color=colour, lw=0.9, marker="_", ms=4, gid=f"range {variant}")
         axes.plot(
-            [float(counted)],
-            [float(slope)],
-            marker=style.MARKERS.get(str(variant).partition(":")[0], "o"),
-            color=style.colour(str(variant)),
+            [counted],
+            [float(row["slope"])],
+            marker=style.MARKERS.get(variant.partition(":")[0], "o"),
+            color=colour,
             ls="none",
             ms=6,
         )

@@ -15,6 +15,7 @@ from analysis import style, tables
 import matplotlib.pyplot as plt  # isort: skip
 from matplotlib.artist import Artist  # isort: skip
 from matplotlib.axes import Axes  # isort: skip
+from matplotlib.container import ErrorbarContainer  # isort: skip
 from matplotlib.figure import Figure  # isort: skip
 from matplotlib.lines import Line2D  # isort: skip
 from matplotlib.patches import Patch  # isort: skip
@@ -33,6 +34,8 @@ SHORT_LABELS = {
 """Axis labels short enough for a narrow panel; names and units are those of `metrics`."""
 SCALES = {"adapter_cost": 100.0, "slo_attainment": 100.0, "slora_attainment": 100.0, "tpot_s_p50": 1e3}
 WRONG = "outputs wrong by design"
+SHARE_OF_GAP, SHARE_OF_AXIS = 0.3, 0.1
+"""How far the variants of a line figure spread at most around a value: of the least gap, and of the whole axis."""
 
 
 def panels(
@@ -87,7 +90,7 @@ def bars(axes: Axes, part: pd.DataFrame, column: str, by: str, values: Sequence[
 
 def lines(axes: Axes, part: pd.DataFrame, column: str, by: str, values: Sequence[Any]) -> None:
     """A line per variant over `values` of the column `by`, 95 % intervals as bars; it breaks where a cell has no
-    result, and a cross below says that there was one to have."""
+    result, and a cross below says that there was one to have. Variants stand a little beside each other."""
     variants = shown_variants(part, column)
     scale = SCALES.get(column, 1.0)
     for i, variant in enumerate(variants):
@@ -100,7 +103,7 @@ def lines(axes: Axes, part: pd.DataFrame, column: str, by: str, values: Sequence
             low = np.array([f.low for f in found]) * scale
             high = np.array([f.high for f in found]) * scale
             axes.errorbar(
-                np.asarray(values, dtype=float),
+                beside(values, i, len(variants)),
                 centre,
                 yerr=np.nan_to_num(np.array([centre - low, high - centre])),
                 color=style.colour(variant),
@@ -131,6 +134,21 @@ def lines(axes: Axes, part: pd.DataFrame, column: str, by: str, values: Sequence
             )
     label_axis(axes, column)
     _limit(axes, part, column)
+
+
+def beside(values: Sequence[Any], i: int, count: int) -> np.ndarray:
+    """`values` as x of the i-th of `count` variants, shifted so that error bars at one value can be told apart.
+
+    On the axis of `log2_axis`, where values are positive, the shift is a factor.
+    """
+    x = np.asarray(values, dtype=float)
+    if len(x) < 2 or count < 2:
+        return x
+    log = x.min() > 0
+    at = np.log2(x) if log else x
+    span = min(SHARE_OF_GAP * np.diff(np.sort(at)).min(), SHARE_OF_AXIS * np.ptp(at))
+    at = at + span * (i / (count - 1) - 0.5)
+    return np.exp2(at) if log else at
 
 
 def _limit(axes: Axes, part: pd.DataFrame, column: str) -> None:
@@ -171,8 +189,11 @@ def shown_variants(part: pd.DataFrame, column: str) -> list[str]:
     return [v for v in style.in_order(part) if not (column == "adapter_cost" and v == "base")]
 
 
-def legend(figure: Figure, part: pd.DataFrame, as_lines: bool, crosses: bool | None = None) -> None:
-    """Backends in their order, then how provenance, wrong outputs and gaps look where the figure has them."""
+def legend(
+    figure: Figure, part: pd.DataFrame, as_lines: bool, crosses: bool | None = None, also: Sequence[str] = ()
+) -> None:
+    """Backends in their order, then how provenance, wrong outputs and gaps look where the figure has them. `also`:
+    provenances of what is drawn beside the rows of `part`."""
     handles: list[Artist] = []
     for variant in style.in_order(part):
         text, colour = style.name(variant), style.colour(variant)
@@ -184,9 +205,8 @@ def legend(figure: Figure, part: pd.DataFrame, as_lines: bool, crosses: bool | N
             handles.append(Line2D([], [], color=colour, marker=marker, markersize=4, lw=1.1, label=text))
         else:
             handles.append(Patch(facecolor=colour, label=text))
-    for kind in [k for k in style.HATCHES if k in set(part["provenance"])]:
-        if kind == "measured" and part["provenance"].nunique() == 1:
-            continue
+    kinds = provenances(part, also)
+    for kind in kinds if kinds != ["measured"] else []:
         if as_lines:
             face = "black" if kind == "measured" else "white"
             handles.append(
@@ -208,13 +228,19 @@ def legend(figure: Figure, part: pd.DataFrame, as_lines: bool, crosses: bool | N
     )
 
 
-def footer(figure: Figure, part: pd.DataFrame, *notes: str) -> None:
-    """Where the numbers come from, in two or three short lines below the panels."""
+def provenances(part: pd.DataFrame, also: Sequence[str] = ()) -> list[str]:
+    """Those of the rows and `also`, in the fixed order."""
+    return [kind for kind in style.HATCHES if kind in {*part["provenance"], *also}]
+
+
+def footer(figure: Figure, part: pd.DataFrame, *notes: str, also: Sequence[str] = ()) -> None:
+    """Where the numbers come from, in a few short lines below the panels; the last thing to be drawn. `also`: as in
+    `legend`."""
     first = part.iloc[0]
     rounds = part[part["status"] == "complete"].groupby("cell")["repeat"].nunique()
     fewest, most = (int(rounds.min()), int(rounds.max())) if len(rounds) else (0, 0)
     words = [
-        "/".join(k for k in style.HATCHES if k in set(part["provenance"])),
+        "/".join(provenances(part, also)),
         f"{first['model']} {first['dtype']} on {first['device']}",
         f"{most} rounds" if fewest == most else f"{fewest} to {most} rounds",
         "bars: 95 % interval" if most > 1 else "no interval",
@@ -222,8 +248,27 @@ def footer(figure: Figure, part: pd.DataFrame, *notes: str) -> None:
     ]
     if _wrong(part):
         words.append(f"† {WRONG}")
+    if _cut(figure):
+        words.append("intervals cut at the frame")
     text = "; ".join([*words, *notes])
-    figure.supxlabel("\n".join(textwrap.wrap(text, 74)), fontsize=6, color="#444444")
+    width = round(74 * figure.get_figwidth() / style.ONE_COLUMN)
+    figure.supxlabel("\n".join(textwrap.wrap(text, width)), fontsize=6, color="#444444")
+
+
+def _cut(figure: Figure) -> bool:
+    """Whether an interval reaches beyond the panel that it is drawn in."""
+    for axes in figure.axes:
+        low, high = sorted(axes.get_ylim())  # an axis may be inverted
+        room = 1e-6 * (high - low)
+        for container in axes.containers:
+            if not isinstance(container, ErrorbarContainer):
+                continue
+            for bars in container.lines[2]:
+                for segment in bars.get_segments():
+                    ends = np.reshape(segment, (-1, 2))[:, 1]  # empty where nothing is known
+                    if (ends < low - room).any() or (ends > high + room).any():
+                        return True
+    return False
 
 
 def commits(part: pd.DataFrame) -> list[str]:

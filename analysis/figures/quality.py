@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt  # isort: skip
 BACKENDS = {"lora": "punica", "bd_lora": "bd_lora", "tessa": "tessa", "full": "merged", "base": "base"}
 DASHES = ("-", "--", ":", "-.")
 COLUMNS = 3
+BARS = "bars: 95 % interval over seeds, cut at 0 and 100 %"
 
 
 def draw(table: pd.DataFrame) -> dict[str, Figure]:
@@ -66,7 +67,9 @@ def against_budget(table: pd.DataFrame) -> Figure:
     figure.supylabel("right answers (%)", fontsize=8)
     handles = {lab: h for a in axes for h, lab in zip(*a.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, frameon=False)
-    figure.supxlabel(f"trained parameters\n{note(table)}", fontsize=7)
+    drawn = [p for p in found if p.structure in curves]
+    off = ["hollow: parameters more than 5 % off LoRA's"] if any(not p.matched for p in drawn) else []
+    figure.supxlabel("\n".join(["trained parameters", note(table, BARS), *off]), fontsize=7)
     return figure
 
 
@@ -96,6 +99,8 @@ def _curve(panel: Axes, kind: str, mine: Sequence[quality.Point], curves: Sequen
         ms=4,
         mfc="white",
         mec=colour,
+        zorder=3,  # errorbar draws its own marks above 2
+        gid="not matched",
     )
 
 
@@ -137,7 +142,9 @@ def side_by_side(table: pd.DataFrame, budget: float, what: str) -> Figure:
         panel.grid(axis="x", lw=0.4, color="#dddddd")
         panel.grid(visible=False, axis="y")
         panel.set_title(task)
-    figure.supxlabel(f"right answers (%) at rank-equivalent {budget:g}\n{note(table)}", fontsize=7)
+    off = ["pale: parameters more than 5 % off LoRA's"] if any(not p.matched for p in found) else []
+    label = f"right answers (%) at rank-equivalent {budget:g}"
+    figure.supxlabel("\n".join([label, note(table, BARS), *off]), fontsize=7)
     return figure
 
 
@@ -153,10 +160,10 @@ def _panels(count: int, height: float = 1.5, sharey: bool = False) -> tuple[Figu
     return figure, axes[:count]
 
 
-def note(table: pd.DataFrame) -> str:
-    """Provenance, seeds and commits, as every figure says them."""
+def note(table: pd.DataFrame, *more: str) -> str:
+    """Provenance, seeds and commits, as figures and tables say them; `more` stands before the commits."""
     adapted = table[table["method"] != "base"]
     seeds = adapted.groupby(["structure", "rank_equivalent", "task"], dropna=False)["seed"].nunique()
     count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
     commits = ", ".join(marks.commits(table)) or "unknown"
-    return f"measured; {count} seeds; bars: 95 % interval over seeds, cut at 0 and 100 %; commit {commits}"
+    return "; ".join(["measured", f"{count} seeds", *more, f"commit {commits}"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,11 @@ class Knee:
     beyond: float | None
     lost: float | None = None
     short: float | None = None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether a figure has a tick for it."""
+        return self.last is not None and self.lost is None and self.short is None
 
     def text(self) -> str:
         if self.short is not None:
@@ -83,6 +88,8 @@ def against_rate(part: pd.DataFrame) -> Figure:
     """TTFT, TPOT and SLO attainment over the rate, goodput too where a limit was set; knees as ticks on top."""
     columns = chosen_columns(part)
     rates = sweeps.in_order("request_rate", part["request_rate"])
+    # Room for the half of the backends' shift that lies beyond the outermost rates.
+    edge = max(1.15, (max(rates) / min(rates)) ** (marks.SHARE_OF_AXIS / 2 + 0.03))
     figure, grid = marks.panels(len(columns), 1, 1.0, sharey=False)
     for axes, column in zip(grid[:, 0], columns, strict=True):
         marks.lines(axes, part, column, "request_rate", rates)
@@ -90,18 +97,31 @@ def against_rate(part: pd.DataFrame) -> Figure:
             _log_latency(axes, part, column)
         axes.set_ylabel(axes.get_ylabel().replace(" (", "\n("))
         marks.log2_axis(axes, rates, most=8)
+        axes.set_xlim(min(rates) / edge, max(rates) * edge)
         axes.tick_params(labelbottom=False)
-    _mark_knees(grid[0][0], knees(part), rates)
+    found = knees(part)
+    _mark_knees(grid[0][0], found)
     grid[-1][0].tick_params(labelbottom=True)
     grid[-1][0].set_xlabel(sweeps.SWEEPS["rate_sweep"].label)
     marks.legend(figure, part, as_lines=True)
-    marks.footer(
-        figure,
-        part,
-        f"TP {part['tp'].iloc[0]}",
-        "ticks on top: knee, the last rate kept up with (▷ not reached)",
-    )
+    marks.footer(figure, part, f"TP {part['tp'].iloc[0]}", *knee_notes(found))
     return figure
+
+
+def knee_notes(found: Mapping[str, Knee]) -> list[str]:
+    """What the ticks on top mean where there are some, and why a backend has none."""
+    notes = []
+    if any(k.drawn for k in found.values()):
+        open_ = any(k.drawn and k.beyond is None for k in found.values())
+        notes.append(f"ticks on top: knee, the last rate kept up with{' (▷ not reached)' if open_ else ''}")
+    reasons: dict[str, list[str]] = {}
+    for variant, k in found.items():
+        if not k.drawn:
+            reasons.setdefault(k.text().removeprefix("not found: "), []).append(style.name(variant))
+    for why, names in reasons.items():
+        whose = "" if len(names) == len(found) else f" of {', '.join(names)}"
+        notes.append(f"no knee{whose}: {why}")
+    return notes
 
 
 def chosen_columns(part: pd.DataFrame) -> tuple[str, ...]:
@@ -125,11 +145,11 @@ def _log_latency(axes: Any, part: pd.DataFrame, column: str) -> None:
         axes.minorticks_off()
 
 
-def _mark_knees(axes: Any, found: dict[str, Knee], rates: Sequence[float]) -> None:
+def _mark_knees(axes: Any, found: dict[str, Knee]) -> None:
     """Triangles above the first panel; those at one rate stand on top of each other."""
     stacked: dict[float, int] = {}
     for variant, at in found.items():
-        if at.last is None or at.lost is not None or at.short is not None:
+        if at.last is None or not at.drawn:
             continue
         level = stacked.get(at.last, 0)
         stacked[at.last] = level + 1
@@ -149,4 +169,3 @@ def _mark_knees(axes: Any, found: dict[str, Knee], rates: Sequence[float]) -> No
     if stacked:
         # Room for the highest stack; constrained layout does not see what is clipped off.
         axes.set_title(" ", fontsize=6.5 * max(stacked.values()), pad=2)
-    axes.set_xlim(min(rates) / 1.15, max(rates) * 1.15)

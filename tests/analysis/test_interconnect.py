@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from analysis import collectives, interconnect
+from analysis.figures import interconnect as drawn
 
 LAYERS, STEPS, TOKENS = 4, 40, 1024
 COUNTS = {"base": 10, "slora": 26, "tessa": 10}
@@ -113,3 +114,42 @@ def test_collectives_from_stored_rows(tmp_path: Path) -> None:
     assert found["collectives_layer_worst_error"] == pytest.approx(0.5, abs=0.01)
     assert found["collectives_rows"] == 10
     assert all(path.stat().st_size > 0 for path in collectives.draw(tmp_path, tmp_path / "figures"))
+
+
+def test_a_slope_has_the_range_of_single_latencies() -> None:
+    frame = rows()
+    assert interconnect.slopes(frame).ratio_low.to_numpy() == pytest.approx(1)
+    worse = frame.added_latency_us == 200
+    frame.loc[worse, "step_s_added"] += frame.step_collectives[worse] * 1e-4
+    found = interconnect.slopes(frame)
+    assert found.ratio_low.to_numpy() == pytest.approx(1)
+    assert found.ratio_high.to_numpy() == pytest.approx(1.5)
+    assert (found.ratio < 1.1).all()
+
+
+def test_the_prediction_starts_from_the_mean_that_is_drawn() -> None:
+    frame = pd.concat([rows(), rows()[lambda part: part.repeat == 0].assign(repeat=2)])
+    frame.loc[(frame.added_latency_us == 0) & (frame.repeat == 2), "output_tokens_per_s"] *= 1.3
+    found = interconnect.predictions(frame)
+    start = found[found.added_latency_us == 0]
+    means = frame[frame.added_latency_us == 0].groupby("variant", sort=False).output_tokens_per_s.mean()
+    assert start.predicted.to_numpy() == pytest.approx(means.to_numpy())
+    assert start.measured.to_numpy() == pytest.approx(means.to_numpy())
+
+
+def test_the_figure_says_that_a_panel_is_modelled() -> None:
+    labels = {
+        "provenance": "emulated", "dtype": "float32", "device": "cpu", "cell": "c", "git_sha": "c" * 40,
+        "git_dirty": False, "num_requests": 8, "workload_hash": "0123", "machine": "a CPU", "num_adapters": 2,
+    }  # fmt: skip
+    frame, notes = rows(**labels), {}
+    figure = drawn.against_latency(frame, notes)
+    assert notes["provenance"] == ["emulated", "modelled"]
+    assert notes["caption"].endswith("the middle panel is modelled")
+    assert {"emulated", "modelled"} <= {text.get_text() for text in figure.legends[0].get_texts()}
+    assert figure.get_supxlabel().startswith("emulated/modelled; ")
+    left, middle, right = figure.axes
+    curves = {x.get_color(): x.get_ydata() for x in middle.lines}
+    for line in (x for x in left.lines if len(x.get_xdata()) == 4):
+        assert line.get_ydata() == pytest.approx(curves[line.get_color()])
+    assert sum(str(x.get_gid()).startswith("range ") for x in right.lines) == 3
