@@ -34,7 +34,7 @@ class Results:
                 "or set RESULTS (or $TESSA_RESULTS) to a folder that has results."
             )
         else:
-            cells = self.frame.drop_duplicates("cell")
+            cells = self.frame.drop_duplicates(["experiment", "cell"])
             print(f"{len(cells)} cells of {served} experiments in {_short(self.folder)}")
 
     def overview(self) -> pd.DataFrame:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def write(readme: Path, results: Path) -> list[Path]:
         (folder / name).write_bytes(content)
         written.append(folder / name)
     before, _, after = _split(readme)
-    text = block(frame, results, list(drawn), _relative(folder, readme))
+    text = block(frame, results, drawn, _relative(folder, readme))
     readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
     return [readme, *written]
 
@@ -57,7 +58,7 @@ def differences(readme: Path, results: Path) -> list[str]:
     drawn = _draw(frame, results)
     folder = results / "figures"
     found = []
-    wanted = block(frame, results, list(drawn), _relative(folder, readme)).splitlines()
+    wanted = block(frame, results, drawn, _relative(folder, readme)).splitlines()
     there = _split(readme)[1].strip("\n").splitlines()
     if wanted != there:
         pairs = zip([*wanted, ""], [*there, ""], strict=False)
@@ -70,8 +71,8 @@ def differences(readme: Path, results: Path) -> list[str]:
     return found
 
 
-def block(frame: pd.DataFrame, results: Path, drawn: list[str], folder: str) -> str:
-    """The Markdown between the marks. `drawn`: names of the figures; `folder`: theirs, seen from the README."""
+def block(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], folder: str) -> str:
+    """The Markdown between the marks. `drawn`: name -> PNG of each figure; `folder`: theirs, seen from the README."""
     if frame.empty and not drawn:
         return EMPTY
     clean = figures.only_reference(frame)
@@ -83,7 +84,10 @@ def block(frame: pd.DataFrame, results: Path, drawn: list[str], folder: str) -> 
     parts.append(_quality(clean))
     parts.append(_claims(claims.table(frame, results, reference=True)))
     if drawn:
-        images = (f'<img src="{folder}/{name}" alt="{Path(name).stem}" width="48%">' for name in drawn)
+        images = (
+            f'<img src="{folder}/{name}" alt="{Path(name).stem}" width="{_share(content)}">'
+            for name, content in drawn.items()
+        )
         parts.append("\n".join(images))
     return "\n\n".join(filter(None, parts))
 
@@ -101,6 +105,12 @@ def _draw(frame: pd.DataFrame, results: Path) -> dict[str, bytes]:
                     found[f"{start}.png"] = path.read_bytes()
                     break
     return found
+
+
+def _share(png: bytes) -> str:
+    """Of the page's width: a figure of two columns would be unreadable at half of it."""
+    wide = int.from_bytes(png[16:20], "big")  # the width in pixels, in the header that every PNG starts with
+    return "48%" if wide < 1.5 * style.ONE_COLUMN * style.RC["savefig.dpi"] else "100%"
 
 
 def _split(readme: Path) -> tuple[str, str, str]:
@@ -144,10 +154,11 @@ def _source(frame: pd.DataFrame, results: Path) -> str:
     served = good[good["method"].isna()] if "method" in good else good
     passed = bool((served["gate"] == "passed").all())
     checked = "served outputs checked against merged weights" if passed else "not every output was checked"
-    cells = good["cell"].nunique()
+    cells = len(good.drop_duplicates(["experiment", "cell"]))
     return (
         f"{cells} cells on {machines}{memory}; {packages}; commit {commits}, clean tree; {checked}; "
-        "± are 95 % intervals, the claims' brackets hold together with 95 %. All numbers: "
+        "± are 95 % intervals; the brackets of a claim hold together with 95 %, those of several claims do not. "
+        "All numbers: "
         f"`python -m analysis table {REFERENCE.as_posix()}`."
     )
 
@@ -265,9 +276,12 @@ def _rounds(part: pd.DataFrame) -> str:
 def _claims(rows: list[dict[str, Any]]) -> str:
     lines = ["| claim | paper | here | provenance | where | verdict |", "|---" * 6 + "|"]
     for row in rows:
+        # The best of many settings says little without the one that it was seen in.
+        where = [row["note"], row["setting"]] if row["id"] == "C6" else [row["note"]]
         here = f"{claims.shown(row)} {row['unit']}" if row["ours"] is not None else "–"
         cells = (
-            f"{row['id']}: {row['claim']}", row["paper"], here, row["provenance"] or "–", row["note"] or "–",
+            f"{row['id']}: {row['claim']}", row["paper"], here, row["provenance"] or "–",
+            "; ".join(filter(None, where)) or "–",
             f"**{row['verdict']}**",
         )  # fmt: skip
         lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import analysis_store
 import jupytext
 import pytest
 from nbclient import NotebookClient
@@ -97,3 +98,12 @@ def test_out_of_the_box_it_is_the_reference(
     (tmp_path / "reference").rename(tmp_path / "results" / "reference")
     assert notebook.Results().folder == tmp_path / "results" / "reference"
     assert notebook.Results("results").folder == tmp_path / "results"
+
+
+def test_equal_cells_of_two_experiments_count_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for experiment in ("tp_scaling", "breakdown"):
+        analysis_store.write_cell(tmp_path, "tessa", [1.0], experiment=experiment)
+    notebook.Results(tmp_path / "results")
+    assert capsys.readouterr().out.startswith("2 cells of 2 experiments in ")

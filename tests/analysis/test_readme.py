@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from analysis import benchmarks, load, readme
+from analysis import benchmarks, files, load, readme, style
 from analysis.__main__ import main
 from tessa.errors import UserError
 
@@ -126,7 +126,7 @@ def test_the_readme_is_what_the_reference_set_gives(repo_root: Path) -> None:
 
 def test_quality_stands_beside_lora(tmp_path: Path) -> None:
     analysis_store.quality(tmp_path / "results", 0.1)
-    text = readme.block(load(tmp_path / "results"), tmp_path / "results", [], "figures")
+    text = readme.block(load(tmp_path / "results"), tmp_path / "results", {}, "figures")
     (row,) = (line for line in text.splitlines() if line.startswith("| TESSA across, random | 4 |"))
     assert row.endswith("| yes |")
     assert "3 seeds" in text
@@ -136,3 +136,24 @@ def test_quality_stands_beside_lora(tmp_path: Path) -> None:
         "| slices compared | r | difference | p (Holm) |",
     ]
     assert sum(line.startswith("| across - along, random |") for line in text.splitlines()) == 4
+
+
+def test_equal_cells_of_two_experiments_count_twice_and_the_best_ratio_says_where(tmp_path: Path) -> None:
+    for experiment in ("tp_scaling", "adapter_count"):
+        analysis_store.point(
+            tmp_path, experiment, "a", {"slora": 0.4, "tessa": 0.1}, labels={"concurrency": 3}
+        )
+    results = tmp_path / "results"
+    text = readme.block(load(results), results, {}, "figures")
+    assert text.startswith("6 cells on ")
+    (row,) = (line for line in text.splitlines() if line.startswith("| C6:"))
+    assert "tessa at TP 1, greatest of 2; " in row
+    assert "concurrency 3" in row
+    assert any(f"; {name}, model tiny" in row for name in ("tp_scaling", "adapter_count"))
+
+
+@pytest.mark.parametrize(("inches", "share"), [(style.ONE_COLUMN, "48%"), (style.TWO_COLUMNS, "100%")])
+def test_a_figure_of_two_columns_has_the_whole_width(tmp_path: Path, inches: float, share: str) -> None:
+    png, _ = files.write(plt.figure(figsize=(inches, 1)), tmp_path, "a")
+    text = readme.block(load(tmp_path), tmp_path, {"a.png": png.read_bytes()}, "f")
+    assert f'<img src="f/a.png" alt="a" width="{share}">' in text
