@@ -7,6 +7,7 @@ over several ranks have kernels alone, unless `study.interconnect` chose the lin
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -20,7 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis import files, studies, style
+from analysis import files, studies, style, tables
+from tessa.budget import TOLERANCE
 from tessa.errors import UserError
 
 FOLDER = "layer_step"
@@ -30,6 +32,7 @@ _ALIKE = ("device", "machine", "dtype", "scale")
 _KEY = ("variant", "model", "tp", "phase", "sequences", "length", "rank", "distinct", "resident")
 SHOWN = ("plain_lora", "punica", "slora", "bd_lora", "tessa")
 MODES = {"tessa:wide": ("TESSA, wide only", "--"), "tessa:segmented": ("TESSA, segmented only", ":")}
+NAMED = (*SHOWN, *MODES)
 PARTS = {"emulated": "adapters' kernels, emulated", "modelled": "adapters' collectives, modelled"}
 AXES = {
     "sequences": "sequences in the batch",
@@ -86,12 +89,52 @@ def along(frame: pd.DataFrame, axis: str, phase: str = "decode") -> pd.DataFrame
     return rows.assign(x=rows[axis])
 
 
+def off_budget(rows: pd.DataFrame) -> set[str]:
+    """Variants whose parameters are more than `TOLERANCE` off LoRA's in any of the rows."""
+    return set(rows[tables.unmatched(rows)].variant)
+
+
+def off_note(rows: pd.DataFrame) -> str:
+    """What † stands for, and which adapters were computed padded by more than `TOLERANCE`; empty where none."""
+    off = rows[tables.unmatched(rows)]
+    padded = rows[rows["padding_ratio"] > 1 + TOLERANCE] if "padding_ratio" in rows else rows.iloc[:0]
+    said = []
+    if len(off):
+        said.append(
+            f"† parameters more than {100 * TOLERANCE:g} % off LoRA's: {_ranges(off, 'budget_ratio')} times"
+        )
+    if len(padded):
+        said.append(f"computed with padding: {_ranges(padded, 'padding_ratio')} times the parameters")
+    return "; ".join(said)
+
+
+def _ranges(rows: pd.DataFrame, column: str) -> str:
+    """`BD-LoRA 1.22 to 1.73, TESSA 1.10`; variants of a backend have the same adapters."""
+    backends = rows.variant.str.partition(":")[0]
+    return ", ".join(
+        f"{style.name(b)} {_range(rows.loc[backends == b, column])}" for b in SHOWN if (backends == b).any()
+    )
+
+
+def _with_note(title: str, drawn: pd.DataFrame) -> str:
+    return "\n".join([title, *textwrap.wrap(off_note(drawn), 110)])
+
+
+def _range(values: pd.Series) -> str:
+    low, high = f"{values.min():.2f}", f"{values.max():.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def label_of(variant: str) -> str:
+    return MODES[variant][0] if variant in MODES else style.name(variant)
+
+
 def _curves(axes: Axes, rows: pd.DataFrame) -> None:
-    present = [v for v in (*SHOWN, *MODES) if (rows.variant == v).any()]
+    present = [v for v in NAMED if (rows.variant == v).any()]
     for variant in present:
         mine = rows[rows.variant == variant].sort_values("x")
         backend = variant.partition(":")[0]
-        label, line = MODES.get(variant, (style.name(backend), "-"))
+        label, line = label_of(variant), MODES[variant][1] if variant in MODES else "-"
         marker = style.MARKERS[backend] if variant not in MODES else None
         if variant not in MODES:
             low, high = mine.adapter_cost_kernels_low * 100, mine.adapter_cost_kernels_high * 100
@@ -133,20 +176,29 @@ def cost_over_tp(frame: pd.DataFrame) -> Figure:
             len(phases), len(models), figsize=(style.TWO_COLUMNS, 1.9 * len(phases) + 0.9), sharey="row",
             squeeze=False, layout="constrained",
         )  # fmt: skip
+        drawn = []
         for i, phase in enumerate(phases):
             for j, model in enumerate(models):
                 axes, rows = grid[i][j], frame[frame.model == model]
                 if (rows.phase == phase).any():
-                    _curves(axes, _complete(along(rows, "tp", phase)))
+                    drawn.append(_complete(along(rows, "tp", phase)))
+                    _curves(axes, drawn[-1])
                     start = start_of(rows, phase)
                     axes.set_title(f"{model}, {phase}, {int(start.tokens)} tokens")
                 if i == len(phases) - 1:
                     axes.set_xlabel("tensor-parallel ranks")
             grid[i][0].set_ylabel("adapter cost (%)")
-        handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        figure.suptitle(_title(frame), fontsize=8)
+        _finish(figure, grid[0][0], _title(frame), pd.concat(drawn))
     return figure
+
+
+def _finish(figure: Figure, axes: Axes, title: str, drawn: pd.DataFrame) -> None:
+    """The legend of the panel's curves, and the title with what is off LoRA's budget."""
+    off = {label_of(variant) for variant in off_budget(drawn)}
+    handles, labels = axes.get_legend_handles_labels()
+    marked = [f"{label} †" if label in off else label for label in labels]
+    figure.legend(handles, marked, loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(_with_note(title, drawn), fontsize=8)
 
 
 def sweeps(frame: pd.DataFrame, model: str) -> Figure:
@@ -154,15 +206,15 @@ def sweeps(frame: pd.DataFrame, model: str) -> Figure:
     rows = frame[frame.model == model]
     with plt.rc_context(style.RC):
         figure, grid = plt.subplots(2, 2, figsize=(style.TWO_COLUMNS, 4.6), sharey=True, layout="constrained")
+        drawn = []
         for (axis, label), axes in zip(AXES.items(), grid.flat, strict=True):
-            _curves(axes, _complete(along(rows, axis)))
+            drawn.append(_complete(along(rows, axis)))
+            _curves(axes, drawn[-1])
             axes.set_xlabel(label)
         for axes in grid[:, 0]:
             axes.set_ylabel("adapter cost (%)")
-        handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        start = start_of(rows, "decode")
-        figure.suptitle(f"{_title(frame)}\n{model}, TP {int(start.tp)}, decode", fontsize=8)
+        title = f"{_title(frame)}\n{model}, TP {int(start_of(rows, 'decode').tp)}, decode"
+        _finish(figure, grid[0][0], title, pd.concat(drawn))
     return figure
 
 
@@ -184,8 +236,10 @@ def with_collectives(frame: pd.DataFrame) -> Figure:
             2, len(models), figsize=(style.TWO_COLUMNS, 4.9), sharey="row", squeeze=False, layout="constrained"
         )  # fmt: skip
         added: dict[str, float] = {}
+        drawn = []
         for (top, bottom), model in zip(grid.T, models, strict=True):
             rows = _complete(along(frame[frame.model == model], "tp"))
+            drawn.append(rows[rows.variant.isin(SHOWN)])
             degrees = sorted(rows.tp.unique())
             for i, variant in enumerate(v for v in SHOWN if (rows.variant == v).any()):
                 mine = rows[rows.variant == variant].set_index("tp").reindex(degrees)
@@ -207,8 +261,9 @@ def with_collectives(frame: pd.DataFrame) -> Figure:
             bottom.set_xlabel("tensor-parallel ranks")
         grid[0][0].set_ylabel("adapter cost (%)")
         grid[1][0].set_ylabel("throughput / S-LoRA's")
+        off = off_budget(pd.concat(drawn))
         handles = [
-            Patch(facecolor=style.colour(v), label=f"{style.name(v)} (+{count:g})")
+            Patch(facecolor=style.colour(v), label=f"{style.name(v)} (+{count:g}){' †' if v in off else ''}")
             for v, count in added.items()
         ]
         handles += [
@@ -216,11 +271,11 @@ def with_collectives(frame: pd.DataFrame) -> Figure:
             for kind, label in PARTS.items()
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
-        figure.suptitle(
+        title = (
             f"Emulated: {where(frame)}; modelled: collectives over links of {links(frame)};\n"
-            "decode; lines: least and most of the rounds; (+n): collectives that the adapters add to a layer",
-            fontsize=8,
+            "decode; lines: least and most of the rounds; (+n): collectives that the adapters add to a layer"
         )
+        figure.suptitle(_with_note(title, pd.concat(drawn)), fontsize=8)
     return figure
 
 

@@ -92,7 +92,9 @@ def _layer_step(rows: pd.DataFrame, _: Path) -> list[Table]:
 def _costs(rows: pd.DataFrame, column: str, note: str) -> Table:
     """Over TP; base is the time of one layer's kernels."""
     rows = rows[(rows["status"] == "complete") & (rows["sweep"] == "tp")]
-    variants = [v for v in (*layer_step.SHOWN, *layer_step.MODES) if (rows["variant"] == v).any()]
+    variants = [v for v in layer_step.NAMED if (rows["variant"] == v).any()]
+    off = layer_step.off_budget(rows)
+    note = "; ".join(filter(None, [note, layer_step.off_note(rows)]))
     found = []
     for (model, phase, tokens, tp), group in rows.groupby(["model", "phase", "tokens", "tp"]):
         at = group.drop_duplicates("variant", keep="last").set_index("variant")
@@ -101,7 +103,8 @@ def _costs(rows: pd.DataFrame, column: str, note: str) -> Table:
             [str(model), str(phase), str(tokens), str(tp), "-" if base is None else f"{1e6 * base:,.1f}"]
             + [_percent(at[column].get(variant)) for variant in variants]
         )
-    heads = ["model", "phase", "tokens", "TP", "base, µs/layer", *map(style.name, variants)]
+    names = [f"{style.name(v)} †" if v in off else style.name(v) for v in variants]
+    heads = ["model", "phase", "tokens", "TP", "base, µs/layer", *names]
     return Table(note, heads, found, ("model", "phase"))
 
 

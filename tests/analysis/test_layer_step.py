@@ -11,6 +11,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from analysis import figures, layer_step, load, style
+from analysis.report import own_tables
 from tessa.errors import UserError
 
 
@@ -112,3 +113,20 @@ def test_without_known_links_there_is_no_figure_of_collectives(linked: pd.DataFr
 def test_no_rows_name_the_command(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run\.py experiment=layer_step"):
         layer_step.read(tmp_path)
+
+
+def test_variants_off_the_budget_are_marked(frame: pd.DataFrame) -> None:
+    assert layer_step.off_note(frame) == ""
+    rows = frame.assign(budget_ratio=1.0, padding_ratio=1.0)
+    punica = rows.variant == "punica"
+    rows.loc[punica, "budget_ratio"] = rows.tp.map({1: 1.0, 2: 0.9, 4: 1.2})
+    rows.loc[rows.variant == "tessa", "padding_ratio"] = 1.25
+    figure = layer_step.cost_over_tp(rows)
+    said = figure.get_suptitle().replace("\n", " ")
+    assert "† parameters more than 5 % off LoRA's: Punica 0.90 to 1.20 times" in said
+    assert said.endswith("computed with padding: TESSA 1.25 times the parameters")
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["Punica †", "TESSA", "TESSA, wide only"]
+    (report,) = own_tables._layer_step(rows, Path())
+    assert "Punica 0.90 to 1.20 times" in report.note
+    assert report.heads[-3:] == ["Punica †", "TESSA", "TESSA (wide)"]
