@@ -14,6 +14,7 @@ from experiments.layer_step import __main__ as main
 from experiments.layer_step import lora_products
 from experiments.layer_step.executors import TessaExecutor, make_executor
 from experiments.layer_step.gate import Incorrect, check_products
+from experiments.layer_step.geometry import lora_geometry, slice_geometry
 from experiments.layer_step.measure import Bench, scaled_point, token_slots
 from experiments.layer_step.rows import RowFile, table
 from experiments.layer_step.spec import BACKENDS, LayerStepSpec, Point, cell_id, scaled_shape
@@ -50,6 +51,7 @@ def test_every_backend_has_a_complete_row(rows: dict[str, pd.DataFrame], phase: 
     assert (frame.step_error < 1e-4).all()
     assert set(frame.tokens) == {6}  # six sequences; or 2 prompts of 96 / 32 tokens
     assert frame.adapter_cost["base"] == 0
+    assert frame.padding_ratio.drop("base").ge(1).all()
     assert frame["mode"]["tessa:wide"] == "wide"
     assert frame["mode"]["tessa:segmented"] == "segmented"
 
@@ -215,3 +217,22 @@ def test_the_table_shows_time_over_base_and_counts_what_failed() -> None:
     text = table(frame)
     assert text.splitlines()[2].split()[-3:] == ["100.0", "1.500", "-"]
     assert text.endswith("2 rows complete, 1 not: slora")
+
+
+def test_padding_is_no_part_of_the_budget() -> None:
+    """At rank 5 the grouped products of the CPU compute eight columns of LoRA, and four of BD-LoRA's one or two."""
+    stack = build_stack(scaled_shape("llama-3.1-8b", 32), 8, 1, torch.float32, torch.device("cpu"), 0)
+    point = Point("llama-3.1-8b", 8, "decode", 6, 5, 5, 3, 4)
+    punica, block, tessa = (make_executor(name, stack, point, 3) for name in ("punica", "bd_lora", "tessa"))
+    assert punica.budget_ratio == pytest.approx(1)
+    assert punica.stored_params / punica.params == pytest.approx(8 / 5)
+    linears = stack.linears.values()
+    assert block.params == sum(lora_geometry("bd_lora", linear, 5, 8).params for linear in linears)
+    assert (
+        block.params
+        < block.stored_params
+        == sum(lora_geometry("bd_lora", linear, 5, 8, 4).params for linear in linears)
+    )
+    assert tessa.params == sum(slice_geometry(linear, 5).params for linear in linears)
+    assert tessa.stored_params == sum(slice_geometry(linear, 5).stored(4) for linear in linears)
+    assert tessa.stored_params > tessa.params
