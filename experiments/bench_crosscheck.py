@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     frame = table(rows)
     print(describe(frame))
     setting = {"model": arguments.model, "requests": arguments.requests, "workload_hash": bench.workload.hash}
-    store(frame.assign(**setting), "crosscheck", arguments.out, git)
+    store(frame.assign(**setting), "crosscheck", arguments.out, git, provenance.device())
     return 0
 
 
