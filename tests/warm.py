@@ -112,9 +112,11 @@ def serve(connection: socket.socket) -> None:
 
     for name in LOADED:
         importlib.import_module(name)
-    # A rank waits for its next step busily, for up to a second, on cores that other engines want meanwhile.
+    # A rank waits for its next step busily, for up to a second, on cores that other engines want meanwhile. Not at all
+    # is too short: ZeroMQ drops a wake-up that follows another within about a millisecond, and a reader that was asleep
+    # by then stays so.
     waiting = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast").SpinCondition
-    waiting.__init__.__defaults__ = (0.0,)
+    waiting.__init__.__defaults__ = (0.02,)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     while True:
         message, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
