@@ -106,8 +106,10 @@ def run(
         assert (frame["status"] == "complete").all(), shown
         assert frame["cell"].nunique() == cells, shown
         assert sorted(frame["repeat"]) == sorted([0, 1] * cells), shown
-        for column in ("requests_per_s", "output_tokens_per_s", "ttft_s_p50", "tpot_s_p50", "e2e_s_p99"):
+        for column in ("requests_per_s", "output_tokens_per_s", "ttft_s_p50", "e2e_s_p99"):
             assert (frame[column] > 0).all(), column
+        # Not above: beside other tests a client may be held up until all tokens of a request have come.
+        assert (frame["tpot_s_p50"] >= 0).all()
         assert (frame["provenance"] == ("emulated" if name == "interconnect" else "measured")).all()
         return frame
 
