@@ -18,6 +18,7 @@ EXPERIMENT = "interconnect"
 X = "added_latency_us"
 SPEED = "output_tokens_per_s"
 _NEEDED = {X, SPEED, "step_collectives", "step_s_plain", "step_s_added", "engine_steps", "wall_s", "layers"}
+_REST = ("step_rest_s_plain", "step_rest_s_added")
 
 
 def usable(frame: pd.DataFrame) -> pd.DataFrame:
@@ -29,24 +30,28 @@ def usable(frame: pd.DataFrame) -> pd.DataFrame:
 
 def slopes(part: pd.DataFrame) -> pd.DataFrame:
     """Per variant: `counted` collectives of a decode step, `slope` of its time against the latency, their `ratio`, and
-    `ratio_low` and `ratio_high`, the least and most of the ratio at a single latency.
+    `ratio_low` and `ratio_high`, the least and most of the ratio at a single latency, and `waited`, the slope of a step
+    less the time inside its collectives: the waits alone (NaN where the store does not hold it).
 
     The slope is the least-squares line through the origin of (step with - step without) over the latency; each pair
     of step times comes from one engine within seconds.
     """
+    part = part.reindex(columns=list(dict.fromkeys([*part.columns, *_REST])))
     rows = []
     for variant, mine in usable(part).groupby("variant", sort=False):
-        cells = mine.groupby(X)[["step_collectives", "step_s_plain", "step_s_added"]].mean()
+        cells = mine.groupby(X)[["step_collectives", "step_s_plain", "step_s_added", *_REST]].mean()
         added = cells.index.to_numpy(float) * 1e-6
         grown = (cells.step_s_added - cells.step_s_plain).to_numpy(float)
+        rest = (cells.step_rest_s_added - cells.step_rest_s_plain).to_numpy(float)
         if not (added > 0).any():
             continue
-        slope = float(added @ grown / (added @ added))
+        slope, waited = (float(added @ grown_s / (added @ added)) for grown_s in (grown, rest))
         counted = float(cells.step_collectives.mean())
         single = grown[added > 0] / added[added > 0] / counted
         ratios = {"ratio": slope / counted, "ratio_low": single.min(), "ratio_high": single.max()}
-        rows.append({"variant": variant, "counted": counted, "slope": slope, **ratios})
-    return pd.DataFrame(rows, columns=["variant", "counted", "slope", "ratio", "ratio_low", "ratio_high"])
+        rows.append({"variant": variant, "counted": counted, "slope": slope, "waited": waited, **ratios})
+    columns = ["variant", "counted", "slope", "waited", "ratio", "ratio_low", "ratio_high"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def collectives(variant: str, layers: int, tp: int, modules: str | None = None) -> int:
@@ -105,6 +110,7 @@ def errors(frame: pd.DataFrame) -> dict[str, float | int | None]:
         (
             "interconnect_slope_median_error",
             "interconnect_slope_worst_error",
+            "interconnect_waited_worst_error",
             "interconnect_throughput_median_error",
             "interconnect_throughput_worst_error",
             "interconnect_cells",
@@ -123,6 +129,8 @@ def errors(frame: pd.DataFrame) -> dict[str, float | int | None]:
             "interconnect_slope_median_error": float(off.median()),
             "interconnect_slope_worst_error": float(off.max()),
         }
+        if (waited := (slope.waited / slope.counted - 1).abs()).notna().any():
+            out["interconnect_waited_worst_error"] = float(waited.max())
     if len(made):
         off = (made.predicted / made.measured - 1).abs()
         out |= {

@@ -57,7 +57,7 @@ def against_latency(part: pd.DataFrame, notes: dict[str, Any]) -> Figure:
         part,
         f"TP {part['tp'].iloc[0]}",
         "middle panel: modelled",
-        "right panel: bars from least to most of the single latencies",
+        "right panel: bars from least to most of the single latencies, black dashes without time inside collectives",
         also=MODELLED,
     )
     return figure
@@ -89,6 +89,15 @@ def _slopes(axes: Axes, slopes: pd.DataFrame) -> None:
             color=colour,
             ls="none",
             ms=6,
+        )
+        axes.plot(
+            [counted],
+            [float(row["waited"])],
+            marker="_",
+            color="black",
+            ls="none",
+            ms=9,
+            gid=f"waits {variant}",
         )
     axes.set(xlim=(0, top), ylim=(0, top), xlabel="collectives of a step, counted")
     axes.set_ylabel("slope of a step's time")

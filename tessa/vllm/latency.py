@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
@@ -26,11 +26,15 @@ _CALIBRATION_CYCLES = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class StepMark:
-    """The start of a forward pass: perf_counter seconds, its tokens, and the collectives of all passes before."""
+    """The start of a forward pass: perf_counter seconds, its tokens, and the collectives of all passes before.
+
+    ``collective_s``: seconds inside those collectives, their waits left out; 0 on a GPU, where they run on a stream.
+    """
 
     start_s: float
     tokens: int
     collectives: int
+    collective_s: float
 
 
 def spin(seconds: float) -> None:
@@ -85,6 +89,7 @@ class AddedLatency:
     ) -> None:
         self.seconds = 0.0
         self.collectives = 0
+        self.collective_s = 0.0
         self.steps = 0
         self.marks: deque[StepMark] = deque(maxlen=KEPT_STEPS)
         self._wait = wait
@@ -97,6 +102,7 @@ class AddedLatency:
         """Wait so long from now on, and forget what was counted."""
         self.seconds = microseconds * 1e-6
         self.collectives = self.steps = 0
+        self.collective_s = 0.0
         self.marks.clear()
 
     def counts(self) -> dict[str, Any]:
@@ -104,7 +110,7 @@ class AddedLatency:
         return {
             "steps": self.steps,
             "collectives": self.collectives,
-            "marks": [(m.start_s, m.tokens, m.collectives) for m in self.marks],
+            "marks": [astuple(m) for m in self.marks],
         }
 
     def _delayed(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +121,11 @@ class AddedLatency:
             try:
                 self.collectives += 1
                 self._wait(tensor, self.seconds)
-                return original(tensor, *args, **kwargs)
+                began = time.perf_counter()
+                result = original(tensor, *args, **kwargs)
+                if not tensor.is_cuda:
+                    self.collective_s += time.perf_counter() - began
+                return result
             finally:
                 self._inside = False
 
@@ -126,7 +136,7 @@ class AddedLatency:
             tokens = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
             self.steps += 1
             count = 0 if tokens is None else tokens.shape[0]
-            self.marks.append(StepMark(time.perf_counter(), count, self.collectives))
+            self.marks.append(StepMark(time.perf_counter(), count, self.collectives, self.collective_s))
             return original(*args, **kwargs)
 
         return forward

@@ -30,7 +30,8 @@ def rows(noise: float = 1.0, **more: object) -> pd.DataFrame:
                         "target_modules": "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj", "repeat": repeat,
                         "output_tokens_per_s": TOKENS / wall, "wall_s": wall, "engine_steps": STEPS,
                         "step_collectives": COUNTS[backend], "step_s_plain": step,
-                        "step_s_added": step + noise * longer, **more,
+                        "step_s_added": step + noise * longer, "step_rest_s_plain": step - 0.01,
+                        "step_rest_s_added": step - 0.01 + longer, **more,
                     }
                 )  # fmt: skip
     return pd.DataFrame(found)
@@ -40,7 +41,15 @@ def test_the_slope_is_the_count() -> None:
     found = interconnect.slopes(rows()).set_index("variant")
     assert found.counted.to_dict() == COUNTS
     assert found.ratio.to_numpy() == pytest.approx(1)
-    assert interconnect.slopes(rows(noise=1.2)).ratio.to_numpy() == pytest.approx(1.2)
+    noisy = interconnect.slopes(rows(noise=1.2))
+    assert noisy.ratio.to_numpy() == pytest.approx(1.2)
+    assert noisy.waited.tolist() == pytest.approx(noisy.counted.tolist())
+    older = rows(noise=1.2).drop(columns=["step_rest_s_plain", "step_rest_s_added"])
+    assert interconnect.slopes(older).waited.isna().all()
+    assert interconnect.errors(older)["interconnect_waited_worst_error"] is None
+    assert interconnect.errors(rows(noise=1.2))["interconnect_waited_worst_error"] == pytest.approx(
+        0, abs=1e-9
+    )
 
 
 def test_the_prediction_reads_the_cell_without_latency_alone() -> None:

@@ -70,7 +70,7 @@ def test_a_latency_is_checked_on_steps_of_as_many_tokens_as_the_engine_takes(mon
         async def collective_rpc(self, method: str, args: tuple[float, ...] = ()) -> list[Any]:
             if method == "tessa_add_latency":
                 self.added_s = args[0] * 1e-6
-            return [{"marks": [[i * (0.02 + 6 * self.added_s), 4, 6 * i] for i in range(12)]}]
+            return [{"marks": [[i * (0.02 + 6 * self.added_s), 4, 6 * i, 0.001 * i] for i in range(12)]}]
 
     async def decode(tokens: int) -> None:
         return None

@@ -77,11 +77,24 @@ def test_marks_hold_tokens_and_the_collectives_of_earlier_passes(parts):
         communicator.gather(torch.ones(1, 1))
     counts = added.counts()
     assert counts["steps"] == 3
-    assert [(tokens, before) for _, tokens, before in counts["marks"]] == [(7, 0), (2, 3), (2, 6)]
-    starts = [start for start, _, _ in counts["marks"]]
+    assert [(tokens, before) for _, tokens, before, _ in counts["marks"]] == [(7, 0), (2, 3), (2, 6)]
+    starts, inside = ([mark[i] for mark in counts["marks"]] for i in (0, 3))
     assert starts == sorted(starts)
+    assert inside[0] == 0 < inside[1] < inside[2]
     added.set(5)
     assert added.counts() == {"steps": 0, "collectives": 0, "marks": []}
+
+
+def test_the_wait_is_not_time_inside_a_collective():
+    communicator = Communicator()
+    clock = iter(range(100))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency.time, "perf_counter", lambda: next(clock))
+        added = latency.AddedLatency(
+            Model(communicator), communicator, wait=lambda tensor, seconds: [next(clock) for _ in range(9)]
+        )
+        communicator.all_gather(torch.ones(1, 1), 0)
+    assert added.collective_s == 1
 
 
 def test_a_failing_collective_does_not_silence_the_next(parts):
