@@ -149,8 +149,10 @@ def _panels(
                 if j == 0:
                     axes.set_ylabel(label)
         _legend(figure, grid[0][0], 3)
+        reduces = "custom all-reduce" if part.custom_all_reduce.all() else "NCCL's all-reduce"
         figure.suptitle(
-            "Modelled; band: 10 to 90 % of held-out errors, fast to slow adapter kernels", fontsize=8
+            f"Modelled, {reduces}; band: 10 to 90 % of held-out errors, fast to slow adapter kernels",
+            fontsize=8,
         )
     return figure
 

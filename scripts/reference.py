@@ -119,7 +119,7 @@ STEPS = (
         5,
     ),
     # Enough requests for a queue to show above capacity.
-    Step("rate_sweep", (*SHORT, "grid.workload.arrivals.rate=[4,8,16]", "measure.caps.requests=160"), 13),
+    Step("rate_sweep", (*SHORT, "grid.workload.arrivals.rate=[8,16,32]", "measure.caps.requests=480"), 22),
     Step(
         "trace_replay",
         (

@@ -44,6 +44,14 @@ def test_draw_writes_png_pdf_and_the_table(results: Path, tmp_path: Path) -> Non
     assert {"projection_cost", "projection_speedup", "projection_crossovers", "projection_claims"} <= stems
 
 
+def test_curves_say_with_which_all_reduce_they_were_modelled(results: Path) -> None:
+    frame = projection.read(results)
+    for custom, said in ((True, "custom all-reduce"), (False, "NCCL's all-reduce")):
+        figure = projection.cost_over_tp(frame, custom_all_reduce=custom)
+        assert said in figure.get_suptitle()
+        projection.plt.close(figure)
+
+
 def test_missing_projection_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="experiment=projection"):
         projection.read(tmp_path)
