@@ -23,7 +23,7 @@ from experiments.provenance import scrub
 from tessa.errors import UserError
 
 DIGITS = 6
-MOST_BYTES = 4_000_000
+MOST_BYTES = 5_000_000
 """What the set may take in git, figures included."""
 REPLAYED = ("trace_replay",)
 """Experiments whose figures need request records, and the columns that they need."""
