@@ -8,9 +8,8 @@ A row of the frame is a training's score on one task. Scores that count have the
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,48 +33,20 @@ NAMES = {"lora": "LoRA", "bd_lora": "BD-LoRA", "tessa": "TESSA", "full": "full f
 def rows(frame: pd.DataFrame) -> pd.DataFrame:
     """The complete rows that count; empty where there are none. `structure` names the trained structure.
 
-    Where trainings with several learning rates are stored, as after a search over a wider grid, those with the best
-    rate of the search count alone.
+    Where trainings with several learning rates are stored, as after a search over a wider grid, those with the rate
+    that was trained last count alone: it is the one that the last search chose.
     """
     if "method" not in frame or "value" not in frame:
         needed = [*frame.columns, *KEYS, "structure", "seed", "task", "value"]
         return pd.DataFrame(columns=list(dict.fromkeys(needed)))
     found = frame[frame["method"].notna() & (frame["status"] == "complete")]
     found = found.assign(structure=structure(found))
-    test = found[found["role"].eq("test") & found["value"].notna()].copy()
+    test = found[found["role"].eq("test") & found["value"].notna()].reset_index(drop=True)
     test["value"] = test["value"].astype(float)
-    keys = [_hashable(key) for key in zip(*(test[column] for column in STRUCTURE), strict=True)]
     rates = test["learning_rate"].astype(float)
-    best = _best_rates(found[found["role"].eq("search")], set(zip(keys, rates, strict=True)))
-    chosen = pd.Series([best.get(key, np.nan) for key in keys], index=test.index, dtype=float)
-    return test[chosen.isna() | (chosen == rates)]
-
-
-Key = tuple[object, ...]
-"""The values of STRUCTURE."""
-
-
-def _best_rates(searches: pd.DataFrame, tested: set[tuple[Key, float]]) -> dict[Key, float]:
-    """Learning rate with the best mean validation score of each structure and budget, of equal ones that with the
-    lower loss, which is the rule of `experiments.quality.study.Study.chosen_rate`; of those that were `tested`, as a
-    search may have been widened and its winner not be trained yet."""
-    best: dict[Key, tuple[float, float, float]] = {}
-    for _, cell in searches.groupby("cell", sort=False):
-        first = cell.iloc[0]
-        key, rate = _hashable(first[STRUCTURE]), float(first["learning_rate"])
-        if (key, rate) not in tested:
-            continue
-        loss = first.get("train_loss")
-        order = -float(loss) if pd.notna(loss) else -np.inf
-        entry = (float(cell["value"].astype(float).mean()), order, rate)
-        if key not in best or entry[:2] > best[key][:2]:
-            best[key] = entry
-    return {key: rate for key, (_, _, rate) in best.items()}
-
-
-def _hashable(key: Iterable[Any]) -> Key:
-    """The key with None for what is missing, as a NaN equals nothing."""
-    return tuple(None if pd.isna(part) else part for part in key)
+    by_age = test.assign(learning_rate=rates).sort_values("ended", kind="stable")
+    newest = by_age.groupby(STRUCTURE, dropna=False)["learning_rate"].transform("last").reindex(test.index)
+    return test[rates.isna() | (rates == newest)]
 
 
 def structure(table: pd.DataFrame) -> pd.Series:

@@ -287,7 +287,7 @@ def quality(results: Path, gain: float = 0.0, params: float = 1.0) -> None:
 
 def trainings(
     structure: str, scores: dict[str, list[float]], rank: int = 4, params: int = 1000, rate: float = 1e-2,
-    role: str = "test",
+    role: str = "test", ended: str = "2026-01-01T00:00:00+00:00",
 ) -> pd.DataFrame:  # fmt: skip
     """Rows of `load()` of one structure such as `tessa across random`: `scores` of each task, one per seed."""
     method, placement, rule, *_ = [*structure.split(), None, None]
@@ -297,6 +297,7 @@ def trainings(
             "device": "cpu", "status": "complete", "reason": None, "provenance": "measured", "role": role,
             "method": method, "placement": placement, "offset_rule": rule, "targets": "all", "rank_equivalent": rank,
             "learning_rate": rate, "trainable_params": params, "budget_ratio": params / 1000, "stderr": 0.01,
+            "ended": ended, "git_sha": CLEAN["sha"], "git_dirty": False,
             "cell": f"{structure} {rank} {rate} {role} {seed}", "seed": seed, "task": task, "value": value,
         }
         for task, values in scores.items()
@@ -315,6 +316,7 @@ def layer_step_rows() -> pd.DataFrame:
         return {
             "variant": variant, "model": "m", "phase": phase, "sweep": sweep, "status": "complete", **settings,
             "tokens": settings["sequences"], "device": "gpu", "machine": "gpu", "dtype": "bfloat16", "scale": 1,
+            "base_fraction": 0.0, "interconnect": None, "custom_all_reduce": True, "layers": 2,
             "measured_at": "2026-01-01", "adapter_cost_kernels": cost, "adapter_cost_kernels_low": cost - 0.01,
             "adapter_cost_kernels_high": cost + 0.01, "git_sha": CLEAN["sha"], "git_dirty": CLEAN["dirty"],
             "layer_s": 1e-3,

@@ -30,14 +30,19 @@ def draw(table: pd.DataFrame) -> dict[str, Figure]:
         found["_slices"] = side_by_side(
             table, float(np.asarray(budgets.index)[budgets.to_numpy().argmax()]), "slices"
         )
-    if table["targets"].nunique() > 1:
-        other = table[table["targets"] != _main_targets(table)]["rank_equivalent"].dropna()
-        found["_targets"] = side_by_side(table, float(other.iloc[0]), "targets")
+    sets = table.groupby([*_TRAINED, "rank_equivalent"], dropna=False)["targets"].nunique()
+    compared = sets[sets > 1].index.get_level_values("rank_equivalent")
+    if len(compared):
+        found["_targets"] = side_by_side(table, float(compared[0]), "targets")
     return found
 
 
+_TRAINED = ["method", "placement", "offset_rule"]
+
+
 def _main_targets(table: pd.DataFrame) -> str:
-    return str(table["targets"].mode().iloc[0])
+    """The modules that most were trained on; empty where only the base model and full fine-tuning are there."""
+    return str(next(iter(table["targets"].mode()), ""))
 
 
 def against_budget(table: pd.DataFrame) -> Figure:
@@ -120,9 +125,7 @@ def side_by_side(table: pd.DataFrame, budget: float, what: str) -> Figure:
     if what == "slices":
         mine = mine[mine["targets"] == main]
     else:
-        counts = mine.groupby(["method", "placement", "offset_rule"], dropna=False)["targets"].transform(
-            "nunique"
-        )
+        counts = mine.groupby(_TRAINED, dropna=False)["targets"].transform("nunique")
         mine = mine[counts > 1]
     found = list(quality.points(mine))
     kinds = quality.in_order(mine["structure"])
@@ -164,6 +167,7 @@ def note(table: pd.DataFrame, *more: str) -> str:
     """Provenance, seeds and commits, as figures and tables say them; `more` stands before the commits."""
     adapted = table[table["method"] != "base"]
     seeds = adapted.groupby(["structure", "rank_equivalent", "task"], dropna=False)["seed"].nunique()
-    count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
+    ends = sorted({seeds.min(), seeds.max()}) if len(seeds) else []
+    count = [f"{' to '.join(map(str, ends))} seeds"] if ends else []
     commits = ", ".join(marks.commits(table)) or "unknown"
-    return "; ".join(["measured", f"{count} seeds", *more, f"commit {commits}"])
+    return "; ".join(["measured", *count, *more, f"commit {commits}"])

@@ -55,7 +55,8 @@ class Study:
 
     def chosen_rate(self, structure: Structure) -> float | None:
         """The learning rate of a structure: its only candidate, or the one with the best mean score on validation
-        data (of equal ones the lower loss decides). Raises LookupError while a search is not complete."""
+        data (of equal ones the lower loss decides). A candidate whose training diverged has lost. Raises LookupError
+        while a search is not complete, and where none of its trainings has a score."""
         candidates = trials.rates(self.spec, structure)
         if len(candidates) == 1:
             return candidates[0]
@@ -63,10 +64,14 @@ class Study:
         for rate in candidates:
             cell = self.cell(Trial(structure, rate, self.spec.search_seed, "search"))
             summary = self.store.summary(cell.name, cell.hash)
+            if summary is not None and summary["status"] == "invalid":
+                continue
             if summary is None or summary["status"] != "complete":
                 raise LookupError(cell.name)
             loss = summary["training"].get("train_loss")
             found.append((summary["mean_score"], -(loss if loss is not None else math.inf), rate))
+        if not found:
+            raise LookupError(structure.name)
         return max(found, key=lambda entry: entry[:2])[2]
 
     def at_edge(self, structure: Structure) -> str | None:
@@ -99,7 +104,9 @@ class Study:
         status = self.status(cell)
         if self.only == "failed":
             return status not in ("complete", "missing")
-        return status != "complete" or (self.force and cell.name not in self._forced)
+        # A candidate that diverged would diverge again, and the search has its answer.
+        done = status == "complete" or (status == "invalid" and cell.trial.role == "search")
+        return not done or (self.force and cell.name not in self._forced)
 
     def ran(self, cell: QualityCell) -> None:
         self._forced.add(cell.name)

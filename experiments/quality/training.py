@@ -69,6 +69,8 @@ def train(
                 weight_decay=spec.weight_decay,
                 max_grad_norm=spec.clip,
                 logging_steps=max(1, spec.steps // REPORTS),
+                # With the filter a training that diverged ends with the loss of the steps before.
+                logging_nan_inf_filter=False,
                 save_strategy="no",
                 report_to=[],
                 disable_tqdm=True,

@@ -9,6 +9,9 @@ from analysis_store import trainings
 from scipy.stats import ttest_rel
 
 from analysis import quality
+from analysis.figures import quality as figures
+
+import matplotlib.pyplot as pyplot  # isort: skip
 
 LORA = {"a": [0.50, 0.52, 0.48, 0.51, 0.49], "b": [0.60, 0.66, 0.58, 0.61, 0.65]}
 OTHERS = {
@@ -103,30 +106,39 @@ def test_differences_without_variance_have_no_p():
     assert set(quality.comparisons(frame)["p (Holm)"]) == {"-"}
 
 
-def test_only_trainings_with_the_rate_that_the_search_chose_count():
-    searched = {0.01: [0.4], 0.02: [0.6], 0.04: [0.6]}
+def test_of_trainings_with_several_rates_those_of_the_last_search_count():
+    """Searches may be widened or given up for one rate: scores of two rates are never averaged, and what was run last
+    is what is shown."""
     frame = pd.concat(
         [
-            *(
-                trainings("lora", {"a": scores, "b": scores}, rate=rate, role="search").assign(
-                    train_loss=rate
-                )
-                for rate, scores in searched.items()
-            ),
-            *(trainings("lora", LORA, rate=rate) for rate in searched),
-            trainings(
-                "lora", {"a": [0.9]}, rate=0.08, role="search"
-            ),  # the best, but nothing is trained with it
+            trainings("lora", {"a": [0.9]}, rate=0.01, role="search"),
+            trainings("lora", LORA, rate=0.01, ended="2026-01-01T00:00:00+00:00"),
+            trainings("lora", LORA, rate=0.02, ended="2026-01-03T00:00:00+00:00"),
+            trainings("lora", LORA, rate=0.04, ended="2026-01-02T00:00:00+00:00"),
             trainings("lora", LORA, rank=1, rate=0.01),
+            trainings("base", {"a": [0.1]}).assign(rank_equivalent=np.nan, learning_rate=np.nan),
         ]
     )
     counted = quality.rows(frame)
-    # Of the two best the one with the lower loss; at rank 1 nothing was searched.
-    assert set(zip(counted["rank_equivalent"], counted["learning_rate"], strict=True)) == {
+    adapted = counted[counted["method"] == "lora"]
+    assert set(zip(adapted["rank_equivalent"], adapted["learning_rate"], strict=True)) == {
         (4, 0.02),
         (1, 0.01),
     }
-    assert len(counted) == 2 * 2 * 5
+    assert len(adapted) == 2 * 2 * 5
+    assert len(counted) == len(adapted) + 1
+
+
+def test_figures_of_few_structures():
+    """As after an interrupted run: without adapters, and with module sets that no structure was compared on."""
+    base = trainings("base", {"a": [0.1]}).assign(targets=None, rank_equivalent=np.nan, learning_rate=np.nan)
+    assert list(figures.draw(quality.with_mean(quality.rows(base)))) == [""]
+    assert "seeds" not in figures.note(quality.rows(base))
+    apart = pd.concat(
+        [base, trainings("lora", LORA), trainings("bd_lora", LORA, rank=8).assign(targets="mlp")]
+    )
+    assert list(figures.draw(quality.with_mean(quality.rows(apart)))) == [""]
+    pyplot.close("all")
 
 
 @pytest.mark.parametrize(

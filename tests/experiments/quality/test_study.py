@@ -107,6 +107,27 @@ def test_a_broken_training_is_a_row_and_is_retried(tmp_path, broken, status, sai
     assert len(quality.rows(load(tmp_path))) == 2 * (1 + 4 * 3)
 
 
+def test_a_candidate_that_diverged_has_lost_and_is_not_tried_again(tmp_path):
+    def rule(cell):
+        broken = cell.trial.role == "search" and cell.trial.structure.name == "lora-r2"
+        return float("nan") if broken and cell.trial.learning_rate == 1e-2 else score(cell)
+
+    worker, outcome, _ = run(tmp_path, rule)
+    assert len(outcome.failed) == 1
+    tests = [c.trial for c in worker.asked if c.trial.role == "test" and c.trial.structure.name == "lora-r2"]
+    assert {trial.learning_rate for trial in tests} == {1e-3}
+    worker, _, _ = run(tmp_path, rule)
+    assert worker.asked == []
+
+
+def test_a_structure_of_which_every_candidate_diverged_stays_untested(tmp_path):
+    worker, _, out = run(
+        tmp_path, lambda cell: float("nan") if cell.trial.structure.name == "lora-r2" else score(cell)
+    )
+    assert "lora-r2" not in {c.trial.structure.name for c in worker.asked if c.trial.role == "test"}
+    assert "lora-r2: its learning rate is not chosen yet" in out
+
+
 def test_a_search_that_failed_leaves_its_structure_untested(tmp_path):
     def rule(cell):
         broken = cell.trial.role == "search" and cell.trial.structure.name == "lora-r2"

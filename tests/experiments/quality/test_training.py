@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -189,12 +190,14 @@ def test_the_learning_rate_falls_as_the_study_says(tiny_base, monkeypatch):
 
     trainers: list[transformers.Trainer] = []
 
-    class Kept(transformers.Trainer):
-        def __init__(self, **arguments: Any) -> None:
-            super().__init__(**arguments)
-            trainers.append(self)
+    # The method, as the module's names are looked up lazily and not always in the same object.
+    train = transformers.Trainer.train
 
-    monkeypatch.setattr(transformers, "Trainer", Kept)
+    def kept(self: transformers.Trainer) -> Any:
+        trainers.append(self)
+        return train(self)
+
+    monkeypatch.setattr(transformers.Trainer, "train", kept)
     words = base.tokenizer(64)
     rows = [data.encode(words, PROMPT, f" {ANSWER}", 64, "answer")] * 2
     for schedule in SCHEDULES:
@@ -209,6 +212,21 @@ def test_the_learning_rate_falls_as_the_study_says(tiny_base, monkeypatch):
     falls = -np.diff(cosine)
     assert falls[0] < falls[3] / 2
     assert falls[-1] < falls[3]
+
+
+def test_the_loss_of_a_training_that_diverged_is_not_a_number(tiny_base):
+    """By default the Trainer puts the mean of the steps before in its place, and the study would take that."""
+    import torch
+    import transformers
+
+    words = base.tokenizer(64)
+    rows = [data.encode(words, PROMPT, f" {ANSWER}", 64, "answer")] * 2
+    spec = dataclasses.replace(SPEC, steps=4, batch=2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_base)
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).fill_(float("nan"))
+    found = training.train(model, rows, words.pad_token_id, spec, 1e-3, 0, lambda *_: None)
+    assert math.isnan(found.train_loss)
 
 
 def test_a_training_process_ends_with_a_parent_that_is_killed():
