@@ -28,8 +28,10 @@ from tessa.errors import UserError
 FOLDER = "layer_step"
 WITH_COLLECTIVES = "layer_step_collectives"
 """The figure whose collectives are modelled."""
-_ALIKE = ("device", "machine", "dtype", "scale")
-_KEY = ("variant", "model", "tp", "phase", "sequences", "length", "rank", "distinct", "resident")
+_ALIKE = ("device", "machine", "dtype", "scale", "base_fraction", "interconnect", "custom_all_reduce")
+SIZES = ("sequences", "length", "rank", "distinct", "resident")
+"""What a point sets beside its model, TP degree and phase."""
+_KEY = ("variant", "model", "tp", "phase", *SIZES)
 SHOWN = ("plain_lora", "punica", "slora", "bd_lora", "tessa")
 MODES = {"tessa:wide": ("TESSA, wide only", "--"), "tessa:segmented": ("TESSA, segmented only", ":")}
 NAMED = (*SHOWN, *MODES)
@@ -50,20 +52,23 @@ def read(results_dir: str | Path, reference: bool = False) -> pd.DataFrame:
 
 
 def newest(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows measured as the newest one was, so that no curve mixes machines or precisions; the latest of each.
+    """The rows measured as the newest one was, so that no curve mixes machines, precisions or settings; the latest of
+    each.
 
-    UserError where no row says on which machine it was measured.
+    UserError where the rows do not say how they were measured, such as on which machine.
     """
-    if "machine" not in frame:
+    if unknown := [column for column in (*_ALIKE, "layers") if column not in frame]:
         raise UserError(
-            f"the rows in {FOLDER}/rows.csv do not say on which machine they were measured; delete the file and make "
-            "it again with: python run.py experiment=layer_step"
+            f"the rows in {FOLDER}/rows.csv do not say with which {', '.join(unknown)} they were measured; delete the "
+            "file and make it again with: python run.py experiment=layer_step"
         )
     frame = frame.sort_values("measured_at", kind="stable")
-    last = frame.iloc[-1]
     for column in _ALIKE:
-        frame = frame[frame[column] == last[column]]
-    return frame.drop_duplicates([*_KEY], keep="last")
+        last = frame[column].iloc[-1]
+        frame = frame[frame[column].isna() if pd.isna(last) else frame[column] == last]
+    # Where `study.layers` is not set, the timed layers depend on model and TP degree.
+    layers = frame.groupby(["model", "tp"])["layers"].transform("last")
+    return frame[frame["layers"] == layers].drop_duplicates([*_KEY], keep="last")
 
 
 def _complete(frame: pd.DataFrame) -> pd.DataFrame:
@@ -71,22 +76,29 @@ def _complete(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def start_of(frame: pd.DataFrame, phase: str) -> pd.Series:
-    """The setting that the sweeps start from: that of the rows over tp."""
+    """The setting that the sweeps start from: that of the rows over tp; of several, the latest at the highest TP."""
     rows = frame[(frame.sweep == "tp") & (frame.phase == phase)]
-    return rows.sort_values("tp").iloc[-1]
+    return rows.sort_values("tp", kind="stable").iloc[-1]
 
 
 def along(frame: pd.DataFrame, axis: str, phase: str = "decode") -> pd.DataFrame:
     """The rows of one model in which only `axis` differs from the start; x in column `x`."""
     start = start_of(frame, phase)
     rows = frame[frame.phase == phase]
-    for column in ("tp", "sequences", "length", "rank", "distinct", "resident"):
+    for column in ("tp", *SIZES):
         free = column == axis or (axis == "sequences" and column == "distinct")
         if not free and not (axis == "distinct" and column == "resident"):
             rows = rows[rows[column] == start[column]]
     if axis == "distinct":
         rows = rows[rows.resident == rows.distinct]
     return rows.assign(x=rows[axis])
+
+
+def over_tp(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows over tp of every model and phase, each in its one setting; those that the figures over TP take."""
+    swept = frame.loc[frame.sweep == "tp", ["model", "phase"]].drop_duplicates()
+    parts = [along(frame[frame.model == at.model], "tp", str(at.phase)) for at in swept.itertuples()]
+    return pd.concat(parts) if parts else frame.iloc[:0]
 
 
 def off_budget(rows: pd.DataFrame) -> set[str]:

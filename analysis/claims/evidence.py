@@ -185,22 +185,36 @@ def _counted(
 
 
 def from_layer_step(results: Path, reference: bool = False) -> dict[str, list[Evidence]]:
-    """Emulated evidence of C1, C4 and C6 from the decode rows over TP; empty without a layer step."""
+    """Emulated evidence of C1, C4 and C6 from the newest decode rows over TP; empty without a layer step.
+
+    Only rows of one setting are set against each other.
+    """
     from analysis import layer_step
 
     try:
-        rows = layer_step.read(results, reference)
+        rows = layer_step.newest(layer_step.read(results, reference))
     except UserError:
         return {}
-    rows = rows[(rows["status"] == "complete") & (rows["phase"] == "decode") & (rows["sweep"] == "tp")]
+    rows = rows[(rows["status"] == "complete") & (rows["phase"] == "decode")]
+    keys = ["model", *layer_step.SIZES]
+    # A point that is in several sweeps has one row, which may name another sweep than that over tp.
+    rows = rows.merge(rows.loc[rows["sweep"] == "tp", keys].drop_duplicates())
+    several = rows[keys].drop_duplicates()["model"].value_counts() > 1
     found: dict[str, list[Evidence]] = {"C1": [], "C4": [], "C6": []}
-    keys = ["model", "device", "dtype", "scale"]
-    for (model, device, dtype, scale), part in rows.groupby(keys, sort=False):
-        part = part.drop_duplicates(["variant", "tp"], keep="last")
+    for _, part in rows.groupby(keys, sort=False):
         at = {(r["variant"], int(r["tp"])): r for r in part.to_dict("records")}
         degrees = sorted({tp for _, tp in at})
-        where = f"one layer's kernels, {model}{'' if scale == 1 else f' / {scale:g}'} {dtype} on {device}"
-        gpu = str(device) != "cpu"
+        one = part.iloc[0]
+        model, device, scale = str(one["model"]), str(one["device"]), one["scale"]
+        where = (
+            f"one layer's kernels, {model}{'' if scale == 1 else f' / {scale:g}'} {one['dtype']} on {device}"
+        )
+        if several[model]:
+            where += (
+                f", {one['sequences']} sequences of {one['length']} tokens, rank {one['rank']}, {one['distinct']} of "
+                f"{one['resident']} adapters"
+            )
+        gpu = device != "cpu"
 
         def add(claim: str, backend: str, tp: int, value: float, **more: Any) -> None:
             if np.isfinite(value):
@@ -250,10 +264,12 @@ def from_projection(results: Path, reference: bool = False) -> dict[str, list[Ev
     for (gpu, model), rows in table.groupby(["gpu", "model"], sort=False):
         rows = rows.sort_values("tp")
         where = f"{model} bfloat16 on {gpu}"
-        known = rows[rows["C1_slora_cost"].notna()]
-        first, last = rows.iloc[0], known.iloc[-1]
-        least, most = int(rows["tp"].min()), int(known["tp"].max())
         for backend in LORA:
+            known = rows[rows[f"C1_{backend}_cost"].notna()]
+            if known.empty:
+                continue
+            first, last = known.iloc[0], known.iloc[-1]
+            least, most = int(first["tp"]), int(last["tp"])
             value, low, high = (100 * float(last[f"C1_{backend}_cost{end}"]) for end in ("", "_low", "_high"))
             lowest, lowest_low, lowest_high = (
                 100 * float(first[f"C1_{backend}_cost{end}"]) for end in ("", "_low", "_high")
@@ -264,18 +280,20 @@ def from_projection(results: Path, reference: bool = False) -> dict[str, list[Ev
                     reference_low=lowest_low, reference_high=lowest_high,
                 )
             )  # fmt: skip
-        share = 100 * float(first["C2_parameter_share"])
-        found["C2"].append(
-            Evidence("punica", 1, share, np.nan, np.nan, "modelled", where, True, note="parameters")
-        )
+        share = 100 * float(rows["C2_parameter_share"].iloc[0])
+        if np.isfinite(share):
+            found["C2"].append(
+                Evidence("punica", 1, share, np.nan, np.nan, "modelled", where, True, note="parameters")
+            )
         for tp, row in zip(map(int, rows["tp"]), rows.to_dict("records"), strict=True):
-            if tp > 1:
-                count, other = float(row["C4_tessa_collectives"]), float(row["C4_slora_collectives"])
+            count, other = float(row["C4_tessa_collectives"]), float(row["C4_slora_collectives"])
+            if tp > 1 and np.isfinite(count):
                 found["C4"].append(
                     Evidence("tessa", tp, count, np.nan, np.nan, "modelled", where, True, other, tp)
                 )
             value, low, high = (float(row[f"C6_tessa_over_slora{end}"]) for end in ("", "_low", "_high"))
-            found["C6"].append(Evidence("tessa", tp, value, low, high, "modelled", where, True))
+            if np.isfinite(value):
+                found["C6"].append(Evidence("tessa", tp, value, low, high, "modelled", where, True))
     return found
 
 

@@ -91,7 +91,8 @@ def _layer_step(rows: pd.DataFrame, _: Path) -> list[Table]:
 
 def _costs(rows: pd.DataFrame, column: str, note: str) -> Table:
     """Over TP; base is the time of one layer's kernels."""
-    rows = rows[(rows["status"] == "complete") & (rows["sweep"] == "tp")]
+    rows = layer_step.over_tp(rows)
+    rows = rows[rows["status"] == "complete"]
     variants = [v for v in layer_step.NAMED if (rows["variant"] == v).any()]
     off = layer_step.off_budget(rows)
     note = "; ".join(filter(None, [note, layer_step.off_note(rows)]))
@@ -112,7 +113,7 @@ def _projection(rows: pd.DataFrame, folder: Path) -> list[Table]:
     found = []
     for row in projection.claims(rows).to_dict("records"):
         costs = [_band(row, f"C1_{backend}_cost", 100, 1) for backend in ("punica", "slora", "tessa")]
-        counts = [f"{row[f'C4_{backend}_collectives']:g}" for backend in ("slora", "tessa")]
+        counts = [_count(row[f"C4_{backend}_collectives"]) for backend in ("slora", "tessa")]
         found.append(
             [
                 *(str(row[key]) for key in ("gpu", "model", "tp")), *costs, _percent(row["C2_parameter_share"], 2),
@@ -179,7 +180,13 @@ def _percent(value: float | None, digits: int = 1) -> str:
     return "-" if value is None or pd.isna(value) else f"{100 * value:.{digits}f}"
 
 
+def _count(value: float) -> str:
+    return "-" if pd.isna(value) else f"{value:g}"
+
+
 def _band(row: Mapping[Any, Any], name: str, scale: float, digits: int) -> str:
+    if pd.isna(row[name]):
+        return "-"
     value, low, high = (f"{scale * row[name + end]:.{digits}f}" for end in ("", "_low", "_high"))
     return f"{value} [{low}, {high}]"
 

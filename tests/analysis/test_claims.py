@@ -13,7 +13,7 @@ from scipy.stats import ttest_rel
 
 from analysis import claims, load, quality
 from analysis.__main__ import main
-from analysis.claims import rules
+from analysis.claims import evidence, rules
 
 GPU = {"device": "cuda"}
 NONE = {"adapter_gemms_per_step": 0.0, "collectives_per_step": 0.0, "adapter_bytes_per_rank": 2**10}
@@ -324,12 +324,18 @@ def test_written_as_json_markdown_and_text(full_results, capsys):
     assert all(rule.rule[:30] in out for rule in rules.CLAIMS)
 
 
+SIZES = {"sequences": 8, "length": 16, "rank": 16, "distinct": 2, "resident": 2}
+"""Of a layer step's point."""
+
+
 def test_layer_step_and_projection_are_evidence_of_their_own_kind(tmp_path, store_cell):
     def row(variant, tp, seconds, cost, collectives):
         return {
             "variant": variant, "tp": tp, "phase": "decode", "sweep": "tp", "status": "complete", "model": "m",
-            "device": "a GPU", "dtype": "bfloat16", "scale": 1, "step_s": seconds, "adapter_cost": cost,
-            "adapter_cost_kernels": 0.9, "adapter_collectives_per_step": collectives,
+            "device": "a GPU", "machine": "a GPU", "dtype": "bfloat16", "scale": 1, "layers": 2, "base_fraction": 0.0,
+            "interconnect": "h100", "custom_all_reduce": True, **SIZES, "measured_at": "2026-01-01",
+            "step_s": seconds, "adapter_cost": cost, "adapter_cost_kernels": 0.9,
+            "adapter_collectives_per_step": collectives,
         }  # fmt: skip
 
     rows = [row("slora", tp, 4.0 * tp, 0.1 * tp, 8 * (tp > 1)) for tp in (1, 4)]
@@ -365,6 +371,39 @@ def test_layer_step_and_projection_are_evidence_of_their_own_kind(tmp_path, stor
     store_cell("slora", [1.0, 1.0])
     store_cell("tessa", [1.5, 1.5])
     assert (verdicts(tmp_path)["C6"]["ours"], verdicts(tmp_path)["C6"]["provenance"]) == (1.5, "measured")
+
+
+def test_a_claim_sets_layer_steps_of_one_setting_against_each_other(tmp_path):
+    """A later TESSA of another rank, or beside another share of base, is no rival of an earlier S-LoRA."""
+
+    def stored(*rows):
+        rows = pd.DataFrame([row for part in rows for row in part])
+        (tmp_path / "layer_step").mkdir(exist_ok=True)
+        rows.to_csv(tmp_path / "layer_step" / "rows.csv", index=False)
+        return {(e.tp, e.value, e.setting) for e in evidence.from_layer_step(tmp_path)["C6"]}
+
+    def run(seconds, at, **change):
+        return [
+            {
+                "variant": variant, "tp": tp, "phase": "decode", "sweep": "tp", "status": "complete", "model": "m",
+                "device": "cpu", "machine": "a CPU", "dtype": "float32", "scale": 1, "layers": 2, "base_fraction": 0.0,
+                "interconnect": None, "custom_all_reduce": True, **SIZES, "measured_at": at, "step_s": value,
+                "adapter_cost": 0.1, "adapter_cost_kernels": 0.1, "adapter_collectives_per_step": 0, **change,
+            }
+            for variant, value in seconds.items() for tp in (1, 2)
+        ]  # fmt: skip
+
+    first = run({"slora": 4.0, "tessa": 2.0}, "2026-01-01")
+    where = "one layer's kernels, m float32 on cpu"
+    alone = {(1, 2.0, where), (2, 2.0, where)}
+    assert stored(first) == alone
+    other = run({"tessa": 1.0}, "2026-01-02", rank=64)
+    said = f"{where}, 8 sequences of 16 tokens, rank 16, 2 of 2 adapters"
+    assert stored(first, other) == {(1, 2.0, said), (2, 2.0, said)}
+    shared = run({"tessa": 1.0}, "2026-01-02", base_fraction=0.5)
+    assert stored(first, shared) == set()
+    # The latest, wherever it stands in the file.
+    assert stored(first, run({"tessa": 1.0}, "2025-01-01")) == alone
 
 
 def test_a_dirty_layer_step_or_projection_is_no_reference(complete_results, tmp_path):

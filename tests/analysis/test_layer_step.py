@@ -36,18 +36,41 @@ def test_a_curve_varies_one_axis_from_the_start(frame: pd.DataFrame, axis: str, 
 
 
 @pytest.mark.parametrize(
-    "other", [{"device": "cpu"}, {"machine": "another gpu"}, {"dtype": "float32"}, {"scale": 8}, {}]
-)
-def test_no_curve_mixes_machines_or_precisions(frame: pd.DataFrame, other: dict[str, object]) -> None:
+    "other",
+    [
+        {"device": "cpu"}, {"machine": "another gpu"}, {"dtype": "float32"}, {"scale": 8}, {"base_fraction": 0.5},
+        {"interconnect": "h100"}, {"custom_all_reduce": False}, {"layers": 16}, {},
+    ],
+)  # fmt: skip
+def test_no_curve_mixes_machines_or_settings(frame: pd.DataFrame, other: dict[str, object]) -> None:
     """Rows of another setting are left out, and of the same one the latest stay, wherever they stand in the file."""
     old = frame.assign(measured_at="2025-01-01", adapter_cost_kernels=9.0, **other)
     kept = layer_step.newest(pd.concat([frame, old]))
     assert len(kept) == len(layer_step.newest(frame))
     assert kept.adapter_cost_kernels.max() < 1
+    # A row that the newest run does not have is not filled up with an older one's.
+    fewer = layer_step.newest(pd.concat([frame[frame.variant != "punica"], old]))
+    assert "punica" not in set(fewer.variant) or not other
+
+
+def test_the_number_of_timed_layers_may_depend_on_the_degree(frame: pd.DataFrame) -> None:
+    assert len(layer_step.newest(frame.assign(layers=frame.tp * 2))) == len(layer_step.newest(frame))
+
+
+def test_the_table_over_tp_holds_one_setting(frame: pd.DataFrame) -> None:
+    """A later run of TESSA alone at another rank is a setting of its own, as in the figure."""
+    mine = (frame.variant.isin(["base", "tessa"])) & (frame.sweep == "tp") & (frame.phase == "decode")
+    later = frame[mine].assign(rank=32, adapter_cost_kernels=0.9, measured_at="2026-02-01")
+    rows = layer_step.newest(pd.concat([frame, later]))
+    over_tp = layer_step.over_tp(rows)
+    assert set(over_tp.loc[over_tp.phase == "decode", "rank"]) == {32}
+    (table,) = own_tables._layer_step(rows, Path())
+    decode = [dict(zip(table.heads, row, strict=True)) for row in table.rows if row[1] == "decode"]
+    assert [(row["TESSA"], row["Punica"]) for row in decode] == [("90.0", "-")] * 3
 
 
 def test_rows_that_do_not_say_where_they_were_measured_are_not_drawn(frame: pd.DataFrame) -> None:
-    with pytest.raises(UserError, match="on which machine"):
+    with pytest.raises(UserError, match="with which machine they were measured; delete"):
         layer_step.newest(frame.drop(columns="machine"))
 
 
