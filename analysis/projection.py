@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -57,15 +58,23 @@ def read(results_dir: str | Path, table: str = "projection", reference: bool = F
     return studies.counted(pd.read_parquet(path), path.parent, reference)
 
 
+def _over_tp(frame: pd.DataFrame, custom_all_reduce: bool = True) -> pd.DataFrame:
+    return frame[(frame.sweep == "tp") & (frame.custom_all_reduce == custom_all_reduce)]
+
+
+def _present(rows: pd.DataFrame, backends: Sequence[str]) -> list[str]:
+    """Those of the backends that have rows; no curve and no entry in the legend is made for the others."""
+    return [backend for backend in backends if (rows.backend == backend).any()]
+
+
 def claims(frame: pd.DataFrame, custom_all_reduce: bool = True) -> pd.DataFrame:
-    """C1, C2, C4 and C6 per GPU, model and TP: modelled values with their bands."""
-    part = frame[(frame.sweep == "tp") & (frame.custom_all_reduce == custom_all_reduce)]
-    keys = ["gpu", "model", "tp"]
-    by = {backend: rows.set_index(keys) for backend, rows in part.groupby("backend")}
-    out = pd.DataFrame(index=by["tessa"].index)
-    for backend in ("punica", "slora", "tessa"):
+    """C1, C2, C4 and C6 per GPU, model and TP: modelled values with their bands; NaN for a backend not projected."""
+    part = _over_tp(frame, custom_all_reduce).set_index(["gpu", "model", "tp"])
+    by = {backend: part[part.backend == backend] for backend in ("punica", "slora", "tessa")}
+    out = pd.DataFrame(index=part.index.unique())
+    for backend, rows in by.items():
         for end in ("", "_low", "_high"):
-            out[f"C1_{backend}_cost{end}"] = by[backend][f"adapter_cost{end}"]
+            out[f"C1_{backend}_cost{end}"] = rows[f"adapter_cost{end}"]
     out["C2_parameter_share"] = by["punica"]["parameter_share"]
     out["C4_slora_collectives"] = by["slora"]["adapter_collectives_per_step"]
     out["C4_tessa_collectives"] = by["tessa"]["adapter_collectives_per_step"]
@@ -92,6 +101,8 @@ def _curve(axes: Axes, rows: pd.DataFrame, column: str, backend: str, scale: flo
 
 def _bound(axes: Axes, rows: pd.DataFrame) -> None:
     rows = rows[rows.backend == "tessa"].sort_values("x")
+    if rows.empty:
+        return
     axes.plot(rows.x, rows.bound_cost * 100, color="black", lw=0.9, ls="-.", label=BOUND)
 
 
@@ -107,15 +118,18 @@ def _legend(figure: Figure, axes: Axes, columns: int = 4) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
-def cost_over_tp(frame: pd.DataFrame, custom_all_reduce: bool = True) -> Figure:
-    """C1 and C4: adapter cost over TP, one panel per GPU and model; the best any structure could do as a line."""
-    part = frame[(frame.sweep == "tp") & (frame.custom_all_reduce == custom_all_reduce)]
+def cost_over_tp(frame: pd.DataFrame, custom_all_reduce: bool = True) -> Figure | None:
+    """C1 and C4: adapter cost over TP, one panel per GPU and model; the best any structure could do as a line.
+
+    None, as from all figures here, where nothing that it shows was projected.
+    """
+    part = _over_tp(frame, custom_all_reduce)
     return _panels(part, "adapter_cost", "adapter cost (%)", 100.0, SHOWN, bound=True)
 
 
-def speedup_over_tp(frame: pd.DataFrame, custom_all_reduce: bool = True) -> Figure:
+def speedup_over_tp(frame: pd.DataFrame, custom_all_reduce: bool = True) -> Figure | None:
     """C6: throughput over S-LoRA's over TP, one panel per GPU and model."""
-    part = frame[(frame.sweep == "tp") & (frame.custom_all_reduce == custom_all_reduce)]
+    part = _over_tp(frame, custom_all_reduce)
     return _panels(
         part, "speedup_over_slora", "throughput / S-LoRA's", 1.0, ("punica", "bd_lora", "tessa"), bound=False
     )
@@ -123,7 +137,10 @@ def speedup_over_tp(frame: pd.DataFrame, custom_all_reduce: bool = True) -> Figu
 
 def _panels(
     part: pd.DataFrame, column: str, label: str, scale: float, backends: tuple[str, ...], bound: bool
-) -> Figure:
+) -> Figure | None:
+    shown = _present(part, backends)
+    if not shown:
+        return None
     gpus, models = sorted(part.gpu.unique()), list(part.model.unique())
     with plt.rc_context(style.RC):
         figure, grid = plt.subplots(
@@ -138,7 +155,7 @@ def _panels(
         for i, gpu in enumerate(gpus):
             for j, model in enumerate(models):
                 axes, rows = grid[i][j], part[(part.gpu == gpu) & (part.model == model)]
-                for backend in backends:
+                for backend in shown:
                     _curve(axes, rows[rows.backend == backend], column, backend, scale)
                 if bound:
                     _bound(axes, rows)
@@ -157,17 +174,21 @@ def _panels(
     return figure
 
 
-def crossovers(frame: pd.DataFrame, gpu: str = "h100", model: str = "llama-3.1-8b") -> Figure:
+def crossovers(frame: pd.DataFrame, gpu: str = "h100", model: str = "llama-3.1-8b") -> Figure | None:
     """Where TESSA stops winning: adapter cost over batch, budget, distinct and resident adapters, prefill share."""
-    part = frame[(frame.gpu == gpu) & (frame.model == model)]
+    part = frame[(frame.gpu == gpu) & (frame.model == model) & frame.sweep.isin(SWEEPS)]
+    shown, modes = _present(part, SHOWN[1:]), _present(part, [*MODES])
+    if not shown and not modes:
+        return None
     with plt.rc_context(style.RC):
         figure, grid = plt.subplots(2, 3, figsize=(style.TWO_COLUMNS, 4.6), sharey=True, layout="constrained")
         panels = dict(zip(SWEEPS, grid.flat, strict=False))
         for sweep, axes in panels.items():
             rows = part[part.sweep == sweep]
-            for backend in SHOWN[1:]:
+            for backend in shown:
                 _curve(axes, rows[rows.backend == backend], "adapter_cost", backend, 100)
-            for mode, (label, line) in MODES.items():
+            for mode in modes:
+                label, line = MODES[mode]
                 one = rows[rows.backend == mode].sort_values("x")
                 axes.plot(
                     one.x, one.adapter_cost * 100, color=style.colour("tessa"), ls=line, lw=1, label=label
@@ -181,12 +202,11 @@ def crossovers(frame: pd.DataFrame, gpu: str = "h100", model: str = "llama-3.1-8
         last = grid.flat[-1]
         last.set_axis_off()
         last.legend(*grid.flat[0].get_legend_handles_labels(), loc="center", frameon=False)
-        tp = int(part[part.sweep == "batch"].tp.iloc[0])
-        figure.suptitle(f"Modelled: {model}, {gpu}, TP {tp}", fontsize=8)
+        figure.suptitle(f"Modelled: {model}, {gpu}, TP {int(part.tp.iloc[0])}", fontsize=8)
     return figure
 
 
-def shares_over_tp(frame: pd.DataFrame, gpu: str = "h100") -> Figure:
+def shares_over_tp(frame: pd.DataFrame, gpu: str = "h100") -> Figure | None:
     """C2 and C4: an adapter's weights and its collectives on one rank, over TP, one column per model.
 
     Above: weights that a rank reads for one adapter, over the rank's weights in linear layers, which is also their
@@ -194,8 +214,10 @@ def shares_over_tp(frame: pd.DataFrame, gpu: str = "h100") -> Figure:
     padded to its widest slice. Below: share of the step that the
     adapters' collectives take.
     """
-    part = frame[(frame.sweep == "tp") & frame.custom_all_reduce & (frame.gpu == gpu)]
-    models, shown = list(part.model.unique()), SHOWN[1:]
+    part = _over_tp(frame[frame.gpu == gpu])
+    models, shown = list(part.model.unique()), _present(part, SHOWN[1:])
+    if not shown:
+        return None
     with plt.rc_context(style.RC):
         figure, grid = plt.subplots(
             2,
@@ -232,14 +254,17 @@ def shares_over_tp(frame: pd.DataFrame, gpu: str = "h100") -> Figure:
     return figure
 
 
-def over_latency(frame: pd.DataFrame, gpu: str = "h100", model: str = "llama-3.1-8b") -> Figure:
+def over_latency(frame: pd.DataFrame, gpu: str = "h100", model: str = "llama-3.1-8b") -> Figure | None:
     """Throughput and adapter cost over a latency added to every collective, bands as elsewhere."""
     part = frame[(frame.gpu == gpu) & (frame.model == model) & (frame.sweep == "added_latency_us")]
+    shown = _present(part, SHOWN[1:])
+    if not shown:
+        return None
     with plt.rc_context(style.RC):
         figure, (left, right) = plt.subplots(1, 2, figsize=(style.TWO_COLUMNS, 2.9), layout="constrained")
-        for backend in ("base", *SHOWN[1:]):
+        for backend in (*_present(part, ["base"]), *shown):
             _curve(left, part[part.backend == backend], "output_tokens_per_s", backend)
-        for backend in SHOWN[1:]:
+        for backend in shown:
             _curve(right, part[part.backend == backend], "adapter_cost", backend, 100)
         left.set(ylabel="output tokens/s", yscale="log")
         right.set_ylabel("adapter cost (%)")
@@ -293,22 +318,22 @@ def validation_figure(ops: pd.DataFrame, slora: pd.DataFrame) -> Figure:
 
 
 def draw(results_dir: str | Path, out_dir: str | Path, reference: bool = False) -> list[Path]:
-    """All figures of the projection as PNG and PDF, and the claims table as CSV; returns the paths."""
+    """The projection's figures as PNG and PDF and the claims table as CSV; returns the paths."""
     frame, out = read(results_dir, reference=reference), Path(out_dir)
-    figures = {
+    figures: dict[str, Figure | None] = {
         "projection_cost": cost_over_tp(frame),
         "projection_cost_nccl_only": cost_over_tp(frame, custom_all_reduce=False),
         "projection_speedup": speedup_over_tp(frame),
         "projection_crossovers": crossovers(frame, *_first(frame)),
+        "projection_interconnect": over_latency(frame, *_first(frame)),
     }
     if "rank_parameter_share" in frame:
         figures["projection_shares"] = shares_over_tp(frame, _first(frame)[0])
-    if (frame.sweep == "added_latency_us").any():
-        figures["projection_interconnect"] = over_latency(frame, *_first(frame))
     if (Path(results_dir) / FOLDER / "validation_layer_ops.parquet").is_file():
         ops, slora = read(results_dir, "validation_layer_ops"), read(results_dir, "validation_slora")
         figures["projection_validation"] = validation_figure(ops, slora)
-    paths = files.write_all(figures, out)
+    out.mkdir(parents=True, exist_ok=True)
+    paths = files.write_all({stem: figure for stem, figure in figures.items() if figure is not None}, out)
     paths.append(out / "projection_claims.csv")
     claims(frame).to_csv(paths[-1], index=False)
     return paths
