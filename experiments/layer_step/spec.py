@@ -27,7 +27,7 @@ class LayerStepSpec:
     """Sweeps start from `batch`, `rank`, ... and vary one axis at a time at `sweep_tp`.
 
     Attributes:
-        backends: names, or ``tessa:wide`` and ``tessa:segmented`` for one of TESSA's products alone.
+        backends: names, base among them, or ``tessa:wide`` and ``tessa:segmented`` for one of TESSA's products alone.
         batch, context: sequences that decode one token each, and their length in the KV cache.
         prompts, prompt_tokens: the prefill step's prompts and the tokens of each.
         rank: rank-equivalent budget. distinct: adapters in the step. resident: slots, None for as many as distinct.
@@ -75,6 +75,11 @@ class LayerStepSpec:
             values = getattr(self, name)
             if isinstance(values, str) or not values or set(values) - set(known):
                 raise UserError(f"{name}={values!r}: give a list of {', '.join(known)}")
+        if "base" not in self.backends:
+            raise UserError(
+                f"backends={list(self.backends)} lacks base, from which every adapter cost is reckoned; add base to "
+                "the list"
+            )
         for name, value, allowed in (("device", self.device, DEVICES), ("dtype", self.dtype, DTYPES)):
             if value not in allowed:
                 raise UserError(f"{name}={value!r} is unknown; allowed: {', '.join(allowed)}")
