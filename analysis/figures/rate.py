@@ -104,8 +104,18 @@ def against_rate(part: pd.DataFrame) -> Figure:
     grid[-1][0].tick_params(labelbottom=True)
     grid[-1][0].set_xlabel(sweeps.SWEEPS["rate_sweep"].label)
     marks.legend(figure, part, as_lines=True)
-    marks.footer(figure, part, f"TP {part['tp'].iloc[0]}", *knee_notes(found))
+    marks.footer(figure, part, f"TP {part['tp'].iloc[0]}", *drawn_rates(part), *knee_notes(found))
     return figure
+
+
+def drawn_rates(part: pd.DataFrame) -> list[str]:
+    """The rates at which requests really came, where the drawn arrivals are more than 2 % off the rate of the axis."""
+    if "scheduled_rate" not in part:
+        return []
+    drawn = part.groupby("request_rate")["scheduled_rate"].mean().dropna().astype(float)
+    if drawn.empty or (drawn / drawn.index.to_numpy(float) - 1).abs().max() <= 0.02:
+        return []
+    return [f"arrivals as drawn: {', '.join(f'{rate:.3g}' for rate in drawn)} requests/s"]
 
 
 def knee_notes(found: Mapping[str, Knee]) -> list[str]:

@@ -161,6 +161,13 @@ def test_knees_lie_between_the_last_rate_kept_up_with_and_the_next(full):
     assert rate.chosen_columns(part)[-2:] == ("slo_attainment", "goodput_requests_per_s")
 
 
+def test_a_rate_sweep_says_at_what_rates_the_drawn_arrivals_came(full):
+    part = of(full, "rate_sweep").copy()
+    assert "as drawn" not in note_of(rate.against_rate(part))
+    part["scheduled_rate"] = 0.9 * part["request_rate"]
+    assert "arrivals as drawn: 0.45, 0.9, 1.8, 3.6, 7.2, 14.4 requests/s" in note_of(rate.against_rate(part))
+
+
 def test_a_rate_that_was_too_high_from_the_start_and_one_without_a_limit(tmp_path):
     analysis_store.rates(tmp_path, {"base": 0.2, "tessa": 9.0}, slo=False)
     part = of(load(tmp_path / "results"), "rate_sweep")
