@@ -125,6 +125,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
+        for name in ("results_dir", "a", "b", "results"):
+            if (folder := getattr(args, name, None)) is not None and not folder.is_dir():
+                raise UserError(f"{folder} is no folder; give one that runs wrote, such as results")
         return _COMMANDS[args.command](args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -183,9 +186,6 @@ def _validation(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from analysis import compare
 
-    for folder in (args.a, args.b):
-        if not folder.is_dir():
-            raise UserError(f"{folder} is no folder; give two results folders")
     threshold = compare.THRESHOLD if args.threshold is None else args.threshold
     found = compare.compare(args.a, args.b, args.experiment, threshold)
     print((compare.as_json if args.json else compare.as_text)(found, threshold))

@@ -148,3 +148,29 @@ def test_command_line(stores, capsys):
     assert main(["compare", a, a, "--fail"]) == 0
     assert main(["compare", a, "nowhere"]) == 2
     assert "is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["table"], ["figures"], ["claims"], ["report"], ["validation"], ["readme", "--check", "--results"]],
+)
+def test_no_command_takes_a_file_or_nothing_for_an_empty_folder(command, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for name in ("file", "nowhere"):
+        assert main([*command, str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.splitlines() == [
+            f"error: {tmp_path / name} is no folder; give one that runs wrote, such as results"
+        ]
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_an_export_of_nothing_is_refused(tmp_path, capsys):
+    assert main(["export", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
+    assert "nowhere is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["table"], ["validation"]])
+def test_an_empty_folder_gives_what_it_can(command, tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 0

@@ -154,5 +154,6 @@ def test_the_command_says_how_large_the_copy_is(
     assert "MB" in capsys.readouterr().out
     monkeypatch.setattr(reference, "MOST_BYTES", 10)
     assert main(["export", str(results), str(tmp_path / "ref")]) == 1
+    (tmp_path / "nothing").mkdir()
     assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "ref")]) == 2
     assert "holds no results" in capsys.readouterr().err

@@ -130,12 +130,14 @@ def test_the_index_has_claims_and_what_is_missing(pages):
 
 
 def test_an_empty_store_has_an_index(tmp_path, capsys):
+    (tmp_path / "none").mkdir()
     assert main(["report", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 0
     assert "No results are stored yet." in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "file").write_text("")
+    (tmp_path / "none").mkdir()
     assert main(["report", str(tmp_path / "none"), "--out", str(tmp_path / "file")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
