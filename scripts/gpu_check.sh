@@ -18,6 +18,10 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ -n "$out" ] || { echo "$usage" >&2; exit 2; }
+case $device in
+    cuda|cpu) ;;
+    *) echo "$usage" >&2; exit 2 ;;
+esac
 
 python=${PYTHON:-python3}
 root=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)

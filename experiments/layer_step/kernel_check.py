@@ -7,6 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from experiments.layer_step.spec import LayerStepSpec
+from tessa.errors import UserError
+
 Result = tuple[str, float, bool]
 
 
@@ -64,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--budget-s", type=float, default=120.0, help="begin no further case after so many seconds"
     )
     args = parser.parse_args(argv)
+    from experiments.layer_step.measure import Machine
+
+    try:
+        Machine.of(LayerStepSpec(device=args.device))  # refuses a GPU that is not there
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0 if check(args.device, args.budget_s) else 1
 
 
