@@ -226,7 +226,9 @@ def choose_backends(config: RunConfig, known: Mapping[str, BackendConfig]) -> li
                 backend.options[option] = value
             else:
                 backend.kernels = part
-        chosen.setdefault(str(entry), backend)
+        if str(entry) in chosen:
+            raise UserError(f"backends={list(names)} names {entry} twice; give each once")
+        chosen[str(entry)] = backend
     # Sorting keeps the given order among the variants of one backend.
     return sorted(chosen.values(), key=lambda backend: schema.backend_rank(backend.name))
 

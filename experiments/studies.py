@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 Report = Callable[[Path, str, "list[str] | None"], object]
 """Prints the table and draws the figures of a run: its results folder, its experiment, and its cells (None: all)."""
 
+_NOT_SHORTENED = {
+    "projection": "projection does not read `measure`; it computes its numbers, in seconds",
+    "layer_step": "layer_step does not read `measure`; study.models, study.rounds and their like say how much is "
+    "measured, and `python -m experiments.layer_step --quick --out DIR` tries it on tiny shapes",
+}
+"""Studies to which `measure` says nothing: small rows beside theirs would take their place in the figures."""
+
 
 def spec_from(kind: type[Any], values: dict[str, Any]) -> Any:
     """`kind(**values)` with lists as tuples. UserError names an unknown setting and the known ones."""
@@ -53,6 +60,8 @@ def execute(config: RunConfig, mode: str = "run", report: Report | None = None) 
     if config.tp != 1:
         instead = "trains on one device" if config.kind == "quality" else f"takes study.tps=[{config.tp}]"
         raise UserError(f"tp={config.tp} is an engine's; experiment={config.name} {instead}")
+    if config.kind in _NOT_SHORTENED and config.measure.name != "demo":  # demo: the default
+        print(f"measure={config.measure.name}: {_NOT_SHORTENED[config.kind]}")
     run = {"projection": _projection, "layer_step": _layer_step, "quality": _quality}[config.kind]
     results = Path(config.paths.results).expanduser()
     looking = mode == "status" or config.dry_run
@@ -113,8 +122,9 @@ def _layer_step(config: RunConfig, results: Path, looking: bool) -> int:
 def _quality(config: RunConfig, results: Path, looking: bool) -> int:
     from experiments import models, provenance
     from experiments.quality import study
-    from experiments.quality.spec import QualitySpec, with_smoke
+    from experiments.quality.spec import QualitySpec, check, with_smoke
 
+    check(spec_from(QualitySpec, config.study))  # a mistake in what measure=smoke replaces is one too
     spec = spec_from(QualitySpec, with_smoke(config.study, config.measure.name))
     cache = Path(config.paths.cache).expanduser() if config.paths.cache else models.default_cache()
     return study.run(

@@ -75,6 +75,10 @@ class LayerStepSpec:
             values = getattr(self, name)
             if isinstance(values, str) or not values or set(values) - set(known):
                 raise UserError(f"{name}={values!r}: give a list of {', '.join(known)}")
+            if repeated := [value for value in known if list(values).count(value) > 1]:
+                raise UserError(f"{name}={list(values)} names {repeated[0]} twice; give each once")
+        if not self.models:
+            raise UserError("models is empty; give at least one, such as llama-3.1-8b")
         if "base" not in self.backends:
             raise UserError(
                 f"backends={list(self.backends)} lacks base, from which every adapter cost is reckoned; add base to "

@@ -197,6 +197,12 @@ def check(spec: QualitySpec) -> QualitySpec:
             )
         if (given := getattr(spec, key)) is not None and given < 2:
             raise UserError(f"study.{key}={given}: a standard error needs 2 or more")
+    if not spec.methods:
+        raise UserError("study.methods is empty; give at least one, such as [base,lora]")
+    if not spec.budgets and any(parse(name)[0] not in ("base", "full") for name in spec.methods):
+        raise UserError(
+            "study.budgets is empty; give at least one, such as [4], or only base and full as methods"
+        )
     if not spec.seeds:
         raise UserError("study.seeds is empty; give at least one, and 3 or more for intervals")
     if spec.search_seed in spec.seeds:

@@ -200,6 +200,11 @@ def test_backend_choice_precedence(plan):
     assert len(plan().cells) == 5
 
 
+def test_a_backend_named_twice_is_refused(plan):
+    with pytest.raises(UserError, match="names tessa twice"):
+        plan("backends=[base,tessa,tessa]")
+
+
 def test_variants_are_cells_of_their_own(plan):
     made = plan("backends=[punica,'punica:stock','slora:compute=off',slora]")
     assert [c.variant for c in made.cells] == ["punica", "punica:stock", "slora:compute=off", "slora"]

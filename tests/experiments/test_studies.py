@@ -6,14 +6,17 @@ import ast
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 
 from experiments import studies
-from experiments.config import PathsConfig, RunConfig
+from experiments.config import PathsConfig, RunConfig, build
 from experiments.store import Store
+from tessa.errors import UserError
 
 STARTER = """
 import sys
@@ -57,6 +60,21 @@ def test_what_shows_results_is_called_after_a_run(
 
     assert studies.execute(config, mode, report) == 0
     assert shown == called
+
+
+def test_a_study_that_reads_no_measure_says_so(
+    composed: Callable[..., DictConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("layer_step", "projection"):
+        assert studies.execute(build(composed(f"experiment={kind}", "measure=smoke")), "status") == 0
+        assert f"measure=smoke: {kind} does not read `measure`" in capsys.readouterr().out
+        assert studies.execute(build(composed(f"experiment={kind}")), "status") == 0
+        assert "measure" not in capsys.readouterr().out
+
+
+def test_a_smoke_run_hides_no_mistake(composed: Callable[..., DictConfig]) -> None:
+    with pytest.raises(UserError, match="seeds is empty"):
+        studies.execute(build(composed("experiment=quality", "measure=smoke", "study.seeds=[]")), "status")
 
 
 def test_a_projection_reads_the_stored_cells(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ def test_a_batch_has_at_most_one_adapter_a_sequence() -> None:
         ({"backends": ("tesla",)}, "give a list of base, "),
         ({"backends": "tessa"}, "give a list"),
         ({"backends": ("tessa", "slora")}, r"\['tessa', 'slora'\] lacks base.*add base"),
+        ({"backends": ("base", "tessa", "tessa")}, "names tessa twice"),
+        ({"models": ()}, "models is empty"),
         ({"device": "gpu"}, "allowed: auto, cpu, cuda"),
         ({"models": ("llama",)}, "unknown model shape"),
         ({"tps": (3,)}, "allowed: 1, 2, 4"),

@@ -93,6 +93,8 @@ def test_data_files_count_and_their_place_does_not(tmp_path):
         ({"schedule": "constant"}, "allowed: cosine, linear"),
         ({"seeds": (0, 1000)}, "is among study.seeds"),
         ({"seeds": ()}, "3 or more for intervals"),
+        ({"methods": ()}, "methods is empty"),
+        ({"budgets": ()}, "budgets is empty"),
         ({"study_methods": ("lora",)}, "study_budget is missing"),
         ({"workers": 0}, "give 1 or more"),
         ({"test_examples": 1000}, "a skill has 256"),
