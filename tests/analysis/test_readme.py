@@ -108,6 +108,7 @@ def test_another_result_is_found(shown: tuple[Path, Path], tmp_path: Path) -> No
 def test_an_empty_set_says_how_to_fill_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "README.md"
     file.write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    (tmp_path / "none").mkdir()
     arguments = ["readme", "--readme", str(file), "--results", str(tmp_path / "none")]
     assert main([*arguments, "--check"]) == 1
     assert "python -m analysis readme" in capsys.readouterr().err
