@@ -269,6 +269,7 @@ def test_command_line(frame, store_cell, tmp_path, capsys):
         "missing: rate_sweep: no results; make them with: python run.py experiment=rate_sweep" in captured.err
     )
     assert "failed: round 2/3: it broke" in captured.err
+    (tmp_path / "none").mkdir()
     assert main(["figures", str(tmp_path / "none")]) == 0
     assert "no stored cells" in capsys.readouterr().out
     store_cell("merged", [1.0], schema_version=9)
