@@ -68,6 +68,7 @@ def _no_engine(*_: object) -> None:
 
 
 def analysis(command: str, folder: Path) -> None:
+    (folder / "results" / "reference").mkdir(parents=True, exist_ok=True)
     if words(command)[3] == "readme":
         shutil.copy(REPO / "README.md", folder)
     assert analysis_main(words(command)[3:]) == 0
