@@ -240,7 +240,23 @@ def render(frame: pd.DataFrame) -> str:
         blocks.append("\n".join([*textwrap.wrap(str(setting), WIDTH), _grid(part.drop(columns="setting"))]))
     failed = frame[frame["status"] != "complete"].drop_duplicates(["experiment", "cell"])
     lines = [f"{row.cell}: {row.status}: {row.reason} (log: {row.log})" for row in failed.itertuples()]
-    return "\n\n".join([*blocks, *(["\n".join(lines)] if lines else []), definitions()])
+    return "\n\n".join(
+        [*blocks, *(["\n".join(lines)] if lines else []), "\n".join([definitions(), *cautions(frame)])]
+    )
+
+
+def cautions(frame: pd.DataFrame) -> list[str]:
+    """Why times in the table say nothing about speed, where they do not."""
+    found = []
+    if "measure" in frame and frame["measure"].eq("smoke").any():
+        found.append("measure=smoke shows that everything runs; its times say nothing about speed")
+    if "cores" in frame:
+        crowded = frame[(frame["device"] == "cpu") & (frame["tp"] > frame["cores"].astype(float))]
+        for tp, cores in crowded[["tp", "cores"]].drop_duplicates().itertuples(index=False):
+            found.append(
+                f"tp {tp:g} on {cores:g} cores: ranks wait for a core, so times say nothing about speed"
+            )
+    return found
 
 
 def definitions() -> str:

@@ -102,7 +102,7 @@ def _draw_trained(table: pd.DataFrame, folder: Path, reference: bool) -> list[Pa
 def _figures(part: pd.DataFrame, results: Path, notes: dict[str, object]) -> dict[str, Figure]:
     """Suffix of the file's name -> figure; what a caption needs beside goes into `notes`."""
     experiment = str(part["experiment"].iloc[0])
-    if experiment == "rate_sweep":
+    if experiment == "rate_sweep" and rate.chosen_columns(part):
         notes["knee_rule"] = rate.KNEE_RULE
         notes["knees"] = {variant: at.text() for variant, at in rate.knees(part).items()}
         return {"": rate.against_rate(part)}

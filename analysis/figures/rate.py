@@ -14,11 +14,13 @@ from analysis.figures import marks
 
 TOLERANCE = 0.10
 GENERATIONS = 4
+FEWEST = 40
 KNEE_RULE = (
     "A rate is sustained if the run ends no later than 10 % after the arrivals and one generation "
     "(p99 of the end-to-end latency less that of TTFT, at the lowest rate), mean over rounds. The knee is the "
     "highest rate that is sustained together with all lower ones; it lies between that rate and the next one measured. "
-    f"Arrivals that last less than {GENERATIONS} generations are over before a queue shows, and tell nothing."
+    f"Arrivals that last less than {GENERATIONS} generations are over before a queue shows, and tell nothing; "
+    f"neither do fewer than {FEWEST} requests, whose first may come so late that a tenth of the run has passed."
 )
 
 
@@ -70,8 +72,9 @@ def knee(rows: pd.DataFrame) -> Knee:
             late = (rows.loc[rows["request_rate"] == rate, "status"] == "timeout").any()
             return Knee(last, float(rate)) if late else Knee(last, None, float(rate))
         count = mine["requests_total"].astype(float)
-        arrivals = (count - 1) / mine["scheduled_rate"].astype(float)
-        if float(arrivals.mean()) < GENERATIONS * generation:
+        # With the wait for the first one, of a mean gap, as the run's time has it too.
+        arrivals = count / mine["scheduled_rate"].astype(float)
+        if float(count.mean()) < FEWEST or float(arrivals.mean()) < GENERATIONS * generation:
             return Knee(last, None, short=float(rate))
         took = count / mine["requests_per_s"].astype(float)
         if float((took / (arrivals + generation)).mean()) > 1 + TOLERANCE:

@@ -39,6 +39,7 @@ def about(part: pd.DataFrame, reference: bool = False, notes: dict[str, Any] | N
         "experiment": str(first["experiment"]),
         "caption": caption(part),
         "command": command(str(first["experiment"]), str(first["model"]), degrees),
+        "other_settings": OTHERS,
         "redraw": "python -m analysis figures" + (" --reference" if reference else ""),
         "settings": [tables.describe(one) for one in tables.settings(part)],
         "provenance": [k for k in style.HATCHES if k in set(part["provenance"])],
@@ -69,8 +70,11 @@ def about(part: pd.DataFrame, reference: bool = False, notes: dict[str, Any] | N
     }
 
 
+OTHERS = "settings that differ from the experiment's own: in the caption, and all of them in each cell's config.json"
+
+
 def command(experiment: str, model: str, degrees: list[int]) -> str:
-    """How such cells are made; each cell's `config.json` holds every value."""
+    """How such cells are made, but for settings that differ from the experiment's own; see OTHERS."""
     if len(degrees) > 1:
         values = ",".join(map(str, degrees))
         return f"python run.py -m experiment={experiment} model={model} tp={values}"

@@ -72,7 +72,7 @@ def experiment_page(
     if len(part):
         body += ["<h2>Numbers</h2>", *_tables(part)]
         if "method" not in part:
-            said = escape(tables.definitions())
+            said = escape("\n".join([tables.definitions(), *tables.cautions(part)]))
             body.append(f"<details><summary>Definitions</summary><pre>{said}</pre></details>")
         if "cell" in part:
             body += [_without_result(part, logs), "<h2>Where the numbers come from</h2>", provenance(part)]
@@ -112,9 +112,10 @@ def _figure(image: Image) -> str:
     words += [f"Knee of {name}: {text}." for name, text in said.get("knees", {}).items()]
     words += [str(said[key]) for key in ("knee_rule", "breakdown_rule") if key in said]
     lines = "<br>".join(escape(word) for word in words)
+    others = f" ({escape(str(said['other_settings']))})" if "other_settings" in said else ""
     return (
         f'<figure><img alt="{escape(image.stem)}" src="data:image/png;base64,{data}">'
-        f"<figcaption>{lines}<br><code>{escape(str(said['command']))}</code></figcaption></figure>"
+        f"<figcaption>{lines}<br><code>{escape(str(said['command']))}</code>{others}</figcaption></figure>"
     )
 
 

@@ -178,10 +178,32 @@ def test_a_rate_that_was_too_high_from_the_start_and_one_without_a_limit(tmp_pat
 
 def test_arrivals_that_are_over_before_a_queue_shows_tell_nothing(full):
     part = full[(full["experiment"] == "rate_sweep") & (full["variant"] == "tessa")].copy()
-    part.loc[part["request_rate"] == 8, "requests_total"] = 16.0  # 1.9 s, under four generations of 0.5 s
-    found = rate.knees(part)["tessa"]
-    assert found == rate.Knee(4.0, None, short=8.0)
-    assert "too few requests at 8 requests/s" in found.text()
+    eight = part["request_rate"] == 8
+    few = part.copy()
+    few.loc[eight, "requests_total"] = 16.0
+    for made in (
+        few,
+        part.assign(e2e_s_p99=part["e2e_s_p99"] + 2.0),
+    ):  # 64 requests in 8 s, generations of 2.5 s
+        found = rate.knees(made)["tessa"]
+        assert found == rate.Knee(4.0, None, short=8.0)
+        assert "too few requests at 8 requests/s" in found.text()
+
+
+def test_the_wait_for_the_first_arrival_is_no_lateness(full):
+    """Six requests of a server that keeps up, the first after 1.4 s: nothing is said, least of all that it was slow."""
+    part = full[(full["experiment"] == "rate_sweep") & (full["variant"] == "tessa")].copy()
+    part["requests_total"], part["scheduled_rate"], part["requests_per_s"] = 6.0, 0.776, 6 / 7.86
+    assert rate.knees(part)["tessa"] == rate.Knee(None, None, short=0.5)
+
+
+def test_a_rate_sweep_without_any_result_is_a_figure_of_gaps(full, tmp_path):
+    part = full[full["experiment"] == "rate_sweep"].copy()
+    part["status"] = "failed"
+    part[
+        [c for c in part.columns if c.startswith(("ttft", "tpot", "slo", "goodput")) or c.endswith("_per_s")]
+    ] = np.nan
+    assert all(path.stat().st_size > 0 for path in figures.draw(part, tmp_path))
 
 
 @pytest.mark.parametrize(("status", "knee"), [("timeout", (4.0, 8.0, None)), ("failed", (4.0, None, 8.0))])

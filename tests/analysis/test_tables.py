@@ -83,6 +83,14 @@ def test_budgets_and_padded_ranks_are_marked(store_cell, tmp_path):
     assert "† = larger than" in text.replace("\n    ", " ")
 
 
+def test_times_that_say_nothing_about_speed_are_named(frame):
+    assert tables.cautions(frame.assign(measure="demo", cores=2, tp=2, device="cpu")) == []
+    said = tables.render(frame.assign(measure="smoke", cores=2, tp=4, device="cpu"))
+    assert "measure=smoke shows that everything runs; its times say nothing about speed" in said
+    assert said.endswith("tp 4 on 2 cores: ranks wait for a core, so times say nothing about speed")
+    assert "ranks wait" not in tables.render(frame.assign(cores=2, tp=4, device="cuda"))
+
+
 def test_definitions_come_from_the_metrics(frame):
     text = tables.render(frame)
     for column in tables.TABLE:
