@@ -28,6 +28,7 @@ ANSWER_TIMEOUT_S = 10.0
 GATE_TIMEOUT_S = 300.0
 POLL_S = 0.2
 LOOPBACK = "127.0.0.1"
+GONE_S = 2.0  # from a broken connection to the end of its process
 
 
 class HttpServer(LoadServer):
@@ -123,6 +124,7 @@ class SLoraServer(HttpServer):
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
         self.process: subprocess.Popen[bytes] | None = None
+        self.served = False
 
     async def start(self) -> dict[str, Any]:
         """Launch the server and wait until it answers."""
@@ -139,6 +141,7 @@ class SLoraServer(HttpServer):
             self._check_alive("before it served")
             await asyncio.sleep(POLL_S)
         self._check_alive("before it served")
+        self.served = True
         return {"pid": self.process.pid, "port": port}
 
     async def gate(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,21 +175,23 @@ class SLoraServer(HttpServer):
     async def run(self, workload: str, options: Mapping[str, Any], records: str) -> dict[str, Any]:
         """As `LoadServer.run`; a death of the server's process is the load's failure, and its records are kept."""
         result = await super().run(workload, options, records)
-        death = self._death()
+        death = self._death(0.0 if result["status"] == "complete" else GONE_S)
         if death is None:
             return result
         return {**result, "status": "failed", "reason": f"{death} during the load"}
 
     def _check_alive(self, when: str) -> None:
-        death = self._death()
+        death = self._death(GONE_S if self.served else 0.0)
         if death is not None:
             raise ServerError(f"{death} {when}")
 
-    def _death(self) -> str | None:
-        """How the server's process ended; None while it runs."""
+    def _death(self, patience_s: float) -> str | None:
+        """How the server's process ended; None while it runs. A connection breaks a moment before its process is
+        gone, so after an error it gets that moment."""
         assert self.process is not None
-        code = self.process.poll()
-        if code is None:
+        try:
+            code = self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
             return None
         return f"the server's process ended with {f'signal {-code}' if code < 0 else f'status {code}'}"
 

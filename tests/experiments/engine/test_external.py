@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,11 +21,13 @@ from http_servers import FakeServer
 
 from experiments import cli
 from experiments import config as schema
-from experiments.engine import external
+from experiments.engine import external, http_child
 from experiments.engine.external import OpenAIEngine, PunicaEngine, SLoraEngine, adapter_names
 from experiments.engine.gate import GateRequest
+from experiments.engine.http_client import ServerError
 from experiments.engine.http_gate import compare_continuations, distance
 from experiments.engine.parent import EngineError, make_engine
+from experiments.engine.setup import EngineSetup
 from experiments.grid import EngineGroup
 from experiments.workload import build
 from experiments.workload.types import Workload
@@ -436,6 +439,21 @@ def test_slora_that_dies_in_the_warm_up(
     engine = started(slora("die"))
     with pytest.raises(EngineError, match=r"the server's process ended with status 9 during the warm-up"):
         engine.warmup(work())
+
+
+def test_a_server_whose_connection_breaks_before_its_process_is_gone_has_died() -> None:
+    class Going:
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == 0:
+                raise subprocess.TimeoutExpired("server", timeout)
+            return 9
+
+    server = http_child.SLoraServer(EngineSetup("slora_upstream", "model", (), engine_args={}))
+    server.process = Going()  # type: ignore[assignment]
+    server._check_alive("before it served")
+    server.served = True
+    with pytest.raises(ServerError, match="the server's process ended with status 9 during the warm-up"):
+        server._check_alive("during the warm-up")
 
 
 @pytest.mark.fault
