@@ -37,7 +37,7 @@ def scatter_columns(y: torch.Tensor, part: SlotPart, routing: Routing, update: t
 def segmented_in(y: torch.Tensor, x: torch.Tensor, part: SlotPart, routing: Routing) -> None:
     """``y[t] += delta[s]^T x[t, index[s]]`` in place; x ``[T, d_in]``, y ``[T, d_out]``."""
     if compiled.usable(routing, part.widest, x, y, part.delta):
-        compiled.segmented_in(y, x, part.index, part.widest, part.delta, routing)
+        compiled.segmented_in(y, x, part, routing)
         return
     sliced = gather_columns(x, part, routing)
     if len(routing.groups) == 1:
@@ -50,7 +50,7 @@ def segmented_in(y: torch.Tensor, x: torch.Tensor, part: SlotPart, routing: Rout
 def segmented_out(y: torch.Tensor, x: torch.Tensor, part: SlotPart, routing: Routing) -> None:
     """``y[t, index[s]] += delta[s] x[t]`` in place."""
     if compiled.usable(routing, part.widest, x, y, part.delta):
-        compiled.segmented_out(y, x, part.index, part.widest, part.delta, routing)
+        compiled.segmented_out(y, x, part, routing)
         return
     rows = routing.gather(x)
     if len(routing.groups) == 1:

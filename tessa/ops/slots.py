@@ -45,6 +45,10 @@ class SlotPart:
         """Note whether all slots in use share one contiguous window, which makes a slice of a gather."""
         self.version += 1
         self.widest = widest = max(self.widths, default=0)
+        # What a call of the compiled kernels says of the slots; the addresses hold until the next change.
+        self._counts = torch.tensor(self.widths, dtype=torch.int32)
+        self.operand = (self.delta.data_ptr(), *self.delta.shape, self._counts.data_ptr(), widest)
+        self.columns = (self.index.data_ptr(), self.index.shape[1])
         self.used = aligned(widest, self.dtype)
         self.window: tuple[int, int] | None = None
         rows = [self.index[s, :w] for s, w in enumerate(self.widths) if w]

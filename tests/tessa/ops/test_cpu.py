@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tessa.ops import cpu
+from tessa.ops import compiled, cpu, openmp
 from tessa.ops.products import GrowingProducts, StaticProducts, wide_limit
 from tessa.ops.routing import route
 from tessa.ops.schedule import Schedule
@@ -50,19 +50,24 @@ batches = st.lists(st.integers(-1, 3), min_size=1, max_size=12)
 widths = st.lists(st.integers(0, 9), min_size=4, max_size=4)
 
 
-@pytest.fixture(autouse=True, params=[1, 2], ids=["compiled", "library"])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread uses the compiled kernels, two the library products; every test here runs on both."""
+@pytest.fixture(autouse=True, params=["one thread", "three threads", "library"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test here runs on the compiled kernels, alone and with more threads than there is work for some of them,
+    and on the library products."""
+    monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
+    monkeypatch.setattr(compiled, "NARROWEST", 4)
+    if request.param == "library":
+        monkeypatch.setattr(compiled, "usable", lambda *_: False)
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    torch.set_num_threads(3 if request.param == "three threads" else 1)
     yield
     torch.set_num_threads(before)
 
 
-both = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ragged = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@both
+@ragged
 @given(batches, widths, st.booleans(), st.integers(0, 2**16))
 def test_segmented_matches_definition(slots: list[int], width: list[int], shared: bool, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
@@ -83,7 +88,7 @@ def test_segmented_matches_definition(slots: list[int], width: list[int], shared
     assert torch.equal(y[plain], untouched[plain])
 
 
-@both
+@ragged
 @given(batches, widths, st.booleans(), st.integers(0, 2**16))
 def test_wide_matches_definition(slots: list[int], width: list[int], shared: bool, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
@@ -154,3 +159,30 @@ def test_slots_share_a_window_only_when_all_are_alike() -> None:
 def test_aligned_counts_whole_sixteen_bytes() -> None:
     assert [aligned(n, torch.float32) for n in (1, 4, 5)] == [4, 4, 8]
     assert [aligned(n, torch.bfloat16) for n in (1, 8, 9)] == [8, 8, 16]
+
+
+@pytest.mark.parametrize("runtime", [True, False], ids=["OpenMP", "no OpenMP"])
+def test_compiled_kernels_give_the_same_bits_on_any_number_of_threads(
+    runtime: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "WORTH_THREADS", 0)
+    monkeypatch.setattr(compiled, "NARROWEST", 16)
+    if runtime:
+        assert openmp.available(), "PyTorch brings an OpenMP runtime on Linux"
+    else:
+        monkeypatch.setattr(openmp, "available", lambda: False)
+    rng = torch.Generator().manual_seed(3)
+    part = SlotPart(4, 777, torch.float32, torch.device("cpu"))
+    fill(part, 90, [1, 7, 12, 16], rng, shared=False)
+    routing = route(torch.tensor([3, 0, -1, 1, 1, 2, 3, 1, 0]), 4)
+    narrow, long = torch.randn(9, 90, generator=rng), torch.randn(9, 777, generator=rng)
+    results = []
+    for count in (1, 2, 3, 7):
+        torch.set_num_threads(count)
+        into_long, into_narrow = long.clone(), narrow.clone()
+        compiled.segmented_in(into_long, narrow, part, routing)
+        compiled.segmented_out(into_narrow, long, part, routing)
+        results.append((into_long, into_narrow))
+    for into_long, into_narrow in results[1:]:
+        assert torch.equal(into_long, results[0][0])
+        assert torch.equal(into_narrow, results[0][1])
