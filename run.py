@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from experiments import cli, config, launch, provenance
@@ -20,6 +21,7 @@ _exit_codes: list[int] = []
     config_path=str(Path(__file__).resolve().parent / "conf"), config_name="config", version_base="1.3"
 )
 def job(composed: DictConfig) -> int:
+    provenance.mark_command(HydraConfig.get().overrides.task)
     code = cli.execute(composed, mode=_mode, report=report)
     _exit_codes.append(code)
     if code == cli.EXIT_INTERRUPTED:

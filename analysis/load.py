@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
         "machine": machine(summary["environment"]),
         "cores": (summary["environment"].get("hardware") or {}).get("cores"),
         "engine": engine(summary["environment"].get("packages") or {}),
+        "command": command(summary["environment"]),
         "gate": _gate(summary.get("gate")),
         "status": summary["status"],
         "reason": summary["reason"],
@@ -189,6 +191,12 @@ def machine(environment: dict[str, Any]) -> str | None:
     if gpus:
         return " + ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
     return f"{hardware['cpu']}, {hardware.get('cores')} cores" if hardware.get("cpu") else None
+
+
+def command(environment: dict[str, Any]) -> str | None:
+    """The command that made a cell, without its folders; None where its environment does not say."""
+    given = environment.get("overrides")
+    return None if given is None else shlex.join(["python", "run.py", *given])
 
 
 def engine(packages: dict[str, str]) -> str | None:

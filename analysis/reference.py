@@ -29,7 +29,7 @@ REPLAYED = ("trace_replay",)
 """Experiments whose figures need request records, and the columns that they need."""
 REPLAY_COLUMNS = ("request_id", "scheduled_s", "first_token_s", "end_s", "status", "round")
 DROPPED = ("traceback",)
-ENVIRONMENT = ("git_submit", "git_start", "packages", "hardware", "platform")
+ENVIRONMENT = ("git_submit", "git_start", "packages", "hardware", "platform", "overrides")
 FOLDERS = re.compile(r"(?<![\w.>/])/(?:[\w.-]+/)+[\w.-]+")
 STUDY_FILES = (".json", ".csv", ".parquet")
 

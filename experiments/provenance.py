@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ PACKAGES = (
 SLURM_KEYS = ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)", re.IGNORECASE)
 _SHORTEST_SECRET = 8
+_overrides: list[str] | None = None  # of this process's job; None where it was not started by `run.py`
 
 
 def git_state(repo: Path = REPO) -> dict[str, Any]:
@@ -145,6 +147,12 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def mark_command(overrides: Sequence[str]) -> None:
+    """Remembers what `run.py` was given, for `collect`; folders are left out, as they say where and not what."""
+    global _overrides
+    _overrides = [scrub(word) for word in overrides if not word.lstrip("+~").startswith("paths.")]
+
+
 def collect(start: dict[str, Any] | None = None) -> dict[str, Any]:
     """The provenance block of a cell. `start`: the code's state at the start of the run, if taken then."""
     slurm = {key.lower(): os.environ[key] for key in SLURM_KEYS if key in os.environ}
@@ -156,6 +164,7 @@ def collect(start: dict[str, Any] | None = None) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "host": platform.node(),
         "slurm": slurm,
+        "overrides": _overrides,
     }
 
 

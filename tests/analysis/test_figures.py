@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 
 import analysis_store
@@ -14,6 +15,7 @@ from analysis import figures, load, style, sweeps, tables
 from analysis import quality as scores
 from analysis.__main__ import main, report
 from analysis.figures import breakdown, marks, quality, rate, replay, scaling
+from analysis.figures.save import commands
 from baselines import REGISTRY
 
 
@@ -43,6 +45,24 @@ def of(full, experiment):
     return parts[0]
 
 
+def test_captions_name_the_commands_of_their_cells(store_cell, tmp_path):
+    given = ["experiment=tp_scaling", "measure.rounds=7", "backends=[base,'slora:compute=off']"]
+    store_cell("base", [100.0, 110.0], overrides=[*given, "tp=1"])
+    store_cell("base", [50.0, 50.0], tp=2, overrides=[*given, "tp=2"])
+    frame = load(tmp_path / "results")
+    (png,) = figures.draw(frame, tmp_path / "f")
+    said = json.loads(png.with_suffix(".json").read_text())
+    assert [shlex.split(command) for command in said["commands"]] == [
+        ["python", "run.py", *given, f"tp={tp}"] for tp in (1, 2)
+    ]
+    assert "other_settings" not in said
+    store_cell("tessa", [90.0, 99.0])
+    assert "other_settings" in commands(load(tmp_path / "results"))
+    assert commands(load(tmp_path / "results"), reference=True) == {
+        "commands": ["python scripts/reference.py --only tp_scaling"]
+    }
+
+
 def test_png_pdf_and_caption_stay_the_same(frame, tmp_path):
     (png,) = figures.draw(frame, tmp_path / "f")
     assert png.name.startswith("tp_scaling_tiny_")
@@ -52,7 +72,8 @@ def test_png_pdf_and_caption_stay_the_same(frame, tmp_path):
     figures.draw(frame, tmp_path / "f")
     assert before == {s: png.with_suffix(s).read_bytes() for s in before}
     said = json.loads(before[".json"])
-    assert said["command"] == "python run.py -m experiment=tp_scaling model=tiny tp=1,2"
+    assert said["commands"] == ["python run.py -m experiment=tp_scaling model=tiny tp=1,2"]
+    assert "config.json" in said["other_settings"], "cells from before commands were stored"
     assert said["commits"] == ["c" * 40]
     assert said["provenance"] == ["measured", "emulated"]
     assert [gap["status"] for gap in said["no_result"]] == ["failed"]

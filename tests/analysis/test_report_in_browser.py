@@ -49,7 +49,7 @@ def test_every_experiment_has_its_figure(complete_results: Path, drawn: figures.
         caption = json.loads(path.with_suffix(".json").read_text())
         assert caption["provenance"]
         assert caption["caption"].startswith(caption["experiment"])
-        assert f"experiment={caption['experiment']}" in caption["command"]
+        assert all(caption["experiment"] in command for command in caption["commands"])
         said.setdefault(caption["experiment"], []).append(path.stem)
     timed = ("collectives", "schedules")  # tables of benchmarks, which no experiment of conf/ writes
     assert set(said) == set(figures.EXPERIMENTS) - set(timed)

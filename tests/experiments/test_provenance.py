@@ -72,6 +72,16 @@ def test_collect_is_plain_and_names_no_user(monkeypatch):
         assert getpass.getuser() not in text
 
 
+def test_a_cell_says_what_run_py_was_given_but_for_folders(monkeypatch):
+    monkeypatch.setattr(provenance, "_overrides", None)
+    assert provenance.collect()["overrides"] is None
+    home = Path.home()
+    provenance.mark_command(
+        ["experiment=tp_scaling", f"paths.results={home}/r", f"+workload.path={home}/t.csv"]
+    )
+    assert provenance.collect()["overrides"] == ["experiment=tp_scaling", "+workload.path=<home>/t.csv"]
+
+
 def test_scrub(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "abcdef0123456789")
     monkeypatch.setenv("SHORT_TOKEN", "abc")

@@ -297,6 +297,11 @@ def test_a_run_that_ends_in_the_middle_leaves_nothing_and_the_next_does_the_rest
     assert "1 cells complete; 1 left as they were" in output
     assert {file: file.read_bytes() for file in before} == before
     assert not [folder for folder in folders if folder.exists()], "sockets of the first run are left"
+    for file in results.glob("tp_scaling/*/summary.json"):
+        given = json.loads(file.read_text())["environment"]["overrides"]
+        assert given == [
+            *("experiment=tp_scaling", "model=tiny", "measure=smoke", "allow_sha_change=true", *ONE_BY_ONE)
+        ]
     experiment = results / "tp_scaling"
     assert {e.name.split("-")[0] for e in experiment.iterdir() if e.name != ".claims"} == {"base", "tessa"}
     assert cli.execute(tiny_run(*ONE_BY_ONE), mode="status") == 0
