@@ -21,6 +21,7 @@ from experiments.measure import metrics, stats
 
 COMPARED = ("output_tokens_per_s", "requests_per_s", "ttft_s_p50", "ttft_s_p99", "tpot_s_p50", "adapter_cost")
 THRESHOLD = 0.03
+FEW = 3
 RULE = (
     "B over A, geometric means over rounds with Welch's interval of the logs; of scores B - A in points, paired over "
     "seeds. Each interval is at {level:.5g} %, so that all {count} of them hold at once with 95 % (Bonferroni). worse "
@@ -255,13 +256,27 @@ def as_text(found: Comparison, threshold: float = THRESHOLD) -> str:
             f"{interval:<16} {score.mark}".rstrip()
         )
     lines += [f"no result any more: {text}" for text in found.lost]
-    lines += [f"no comparison: {text}" for text in found.changed]
+    lines += [f"no comparison: {text}" for text in _shortened(found.changed)]
     if found.tables:
         lines.append(f"no comparison: tables of {', '.join(found.tables)}")
     marked, compared = len(found.regressions), len(found.rows) + len(found.scores)
     lines.append(f"{compared} comparisons, {marked} worse, {len(found.lost)} cells lost")
     lines.append(textwrap.fill(_rule(found, threshold), 124))
     return "\n".join(lines)
+
+
+def _shortened(changed: list[str]) -> list[str]:
+    """One line for each kind of change of an experiment's cells where more than FEW have it."""
+    kinds: dict[str, list[str]] = {}
+    for text in changed:
+        cell, _, change = text.partition(": ")
+        kinds.setdefault(f"{cell.partition('/')[0]}: {change}", []).append(text)
+    lines = []
+    for kind, texts in kinds.items():
+        experiment, _, change = kind.partition(": ")
+        many = f"{len(texts)} cells of {experiment}: {change} (--json names them)"
+        lines += texts if len(texts) <= FEW else [many]
+    return lines
 
 
 def as_json(found: Comparison, threshold: float = THRESHOLD) -> str:

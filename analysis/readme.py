@@ -22,6 +22,7 @@ from tessa.errors import UserError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 REFERENCE = Path("results") / "reference"
+FEW_ROWS = 6  # of a quality table, up to which it has a column for each task
 FIGURES = (
     ("tp_scaling", "tp_scaling"), ("breakdown", "breakdown"), ("adapter_count", "adapter_count"),
     ("rate_sweep", "rate_sweep"), ("interconnect", "interconnect"), ("quality", "quality"),
@@ -30,7 +31,7 @@ FIGURES = (
 """(experiment, start of the figure's name): the figures that the README shows where they can be drawn."""
 PIXELS_MAY_DIFFER = 0.01
 """Mean difference of two drawings, of 1: other builds of the font library round glyphs otherwise."""
-EMPTY = "No reference results are stored yet; `make reference` makes them on this machine's CPU in two to three hours."
+EMPTY = "No reference results are stored yet; `make reference` makes them on this machine's CPU in three to four hours."
 
 
 def write(readme: Path, results: Path) -> list[Path]:
@@ -81,7 +82,7 @@ def block(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], folder
     parts += [_scaling(part) for part in _parts(scaling)]
     parts.append(_counters(scaling))
     parts += benchmarks.tables(results)
-    parts.append(_quality(clean))
+    parts += [_quality(clean), _quality(clean, "quality_smollm2", "columns as above")]
     parts.append(_claims(claims.table(frame, results, reference=True)))
     if drawn:
         images = (
@@ -224,15 +225,27 @@ def _counters(scaling: pd.DataFrame) -> str:
     )
 
 
-def _quality(frame: pd.DataFrame) -> str:
-    """The quality experiment: a row per structure and budget, its mean over tasks beside LoRA's; then TESSA's slices
+def _quality(frame: pd.DataFrame, experiment: str = "quality", words: str = quality.DEFINITIONS) -> str:
+    """A quality experiment: a row per structure and budget, its mean over tasks beside LoRA's; then TESSA's slices
     beside each other."""
-    mine = frame[frame["experiment"] == "quality"]
+    mine = frame[frame["experiment"] == experiment]
     table = quality.table(mine) if len(mine) else pd.DataFrame()
     if quality.MEAN not in table:
         return ""
-    heads = ["structure", "r", "params", "rate", quality.MEAN, "- LoRA", quality.ADJUSTED, "in LoRA's"]
-    parts = [f"quality, {figures.quality.note(quality.rows(mine))}; {quality.DEFINITIONS}:"]
+    rows = quality.rows(mine)
+    tasks = list(rows["task"].unique()) if len(table) <= FEW_ROWS else []
+    heads = [
+        "structure",
+        "r",
+        "params",
+        "rate",
+        *tasks,
+        quality.MEAN,
+        "- LoRA",
+        quality.ADJUSTED,
+        "in LoRA's",
+    ]
+    parts = [f"{experiment}, {figures.quality.note(rows)}; {words}:"]
     parts.append(_grid(table.reindex(columns=heads, fill_value="-")))
     slices = quality.comparisons(mine)
     if len(slices):

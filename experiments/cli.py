@@ -283,8 +283,22 @@ def explain_hydra(error: Exception) -> str:
         return schema.unknown(group or "config", given, options)
     for part in (error, error.__cause__):
         if isinstance(part, OverrideParseException):
-            return f"cannot read {part.override!r}: {str(part.message).splitlines()[0]}"
+            return unreadable(str(part.override), str(part.message).splitlines()[0])
     return schema.explain(error)
+
+
+def unreadable(given: str, why: str) -> str:
+    """An override that Hydra's grammar does not take. `why` is its own word, which often only repeats the override."""
+    if "=" not in given and not given.startswith("~"):
+        return (
+            f"cannot read {given!r}: after the mode (status, or none) come settings as key=value, such as tp=2; "
+            "`python run.py --help` lists them"
+        )
+    cause = "" if given in why else f" ({why})"
+    return (
+        f"cannot read {given!r}{cause}: settings are key=value, lists [a,b], and a value with any of : , = {{ }} or a "
+        "space stands in quotes of its own, such as \"backends=[base,'slora:compute=off']\""
+    )
 
 
 def guarded(compose_and_run: Callable[[], Any]) -> int | None:

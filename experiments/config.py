@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from baselines import REGISTRY
 from tessa.errors import UserError
@@ -306,7 +306,14 @@ def explain(error: Exception) -> str:
         key = key or match.group(1)
         known = _known_keys(key)
         return f"unknown setting {key!r}{place}{_suggest(match.group(1), known, 'settings there')}"
+    if isinstance(cause, ValidationError) and (match := _CONVERSION.search(message)):
+        value, kind = match.groups()
+        return f"{key}={value} is not {_KINDS.get(kind.lower(), kind)}; give such a value"
     return f"{key}: {message}" if key and key not in message else message
+
+
+_CONVERSION = re.compile(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)")
+_KINDS = {"integer": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 def _known_keys(full_key: str) -> list[str]:

@@ -23,6 +23,7 @@ from experiments.grid import Cell
 
 TAIL_LINES = 12
 LINE_WIDTH = 300
+SETUP = ("start", "gate", "warm-up")
 
 
 class Console:
@@ -33,11 +34,11 @@ class Console:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._done = self._total = 0
-        self._began = time.perf_counter()
+        self._began: float | None = None
 
     def start(self, rounds: int, skipped: int) -> None:
         """`rounds` of work lie ahead; `skipped` cells are complete already."""
-        self._total, self._done, self._began = rounds, 0, time.perf_counter()
+        self._total, self._done, self._began = rounds, 0, None
         if skipped:
             self.note(f"{skipped} cells are left as they are; force=true runs complete ones again")
         if rounds and self._rich.is_terminal:
@@ -59,6 +60,9 @@ class Console:
         return self._progress is not None
 
     def phase(self, backend: str, phase: str) -> None:
+        """The time left counts from the first phase that is none of SETUP: what these take says nothing of a round."""
+        if self._began is None and phase not in SETUP:
+            self._began = time.perf_counter()
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=escape(f"{backend}: {phase}"))
         else:
@@ -85,7 +89,7 @@ class Console:
             self._progress = None
 
     def _left(self) -> str:
-        if not self._done:
+        if not self._done or self._began is None:
             return "time left unknown"
         seconds = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
         return f"about {duration(seconds)} left"

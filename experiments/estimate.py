@@ -69,7 +69,8 @@ def describe(cell: Cell) -> str:
     return (
         f"{cell.variant} tp={labels['tp']} {labels['model']} {labels['dtype']} "
         f"workload={cell.workload_hash[:8]} {labels['popularity']}{rate}{loop}{added} "
-        f"adapters={labels['num_adapters']} r={labels['rank_equivalent']}"
+        f"adapters={labels['num_adapters']} r={labels['rank_equivalent']} "
+        f"modules={labels['target_modules'].replace('_proj', '')}"
     )
 
 

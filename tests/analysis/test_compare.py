@@ -60,6 +60,23 @@ def test_other_work_is_not_compared(tmp_path):
     assert [text.split(": ")[1] for text in found.changed] == ["complete -> missing", "missing -> complete"]
 
 
+def test_many_cells_without_a_partner_are_one_line(tmp_path):
+    for i in range(4):
+        analysis_store.write_cell(tmp_path / "a", "tessa", [1.0, 1.0], setting=f"aaaa000{i}")
+        analysis_store.write_cell(
+            tmp_path / "b", "tessa", [2.0, 2.0], setting=f"ffff000{i % 3}" + "0" * (i // 3)
+        )
+    analysis_store.write_cell(tmp_path / "b", "tessa", [2.0], setting="aaaa0000", experiment="breakdown")
+    found = compare(tmp_path / "a" / "results", tmp_path / "b" / "results")
+    assert len(found.changed) == 9
+    lines = [line for line in as_text(found).splitlines() if line.startswith("no comparison")]
+    assert [line.partition(": ")[2] for line in lines] == [
+        "4 cells of tp_scaling: complete -> missing (--json names them)",
+        "breakdown/tessa-tp1-aaaa0000complete: missing -> complete",
+        "4 cells of tp_scaling: missing -> complete (--json names them)",
+    ]
+
+
 def test_noise_of_many_cells_is_no_regression(tmp_path):
     """The same speeds but for noise: some of the intervals at 95 % each do not hold 1."""
     rng = np.random.default_rng(0)

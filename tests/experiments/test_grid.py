@@ -229,7 +229,7 @@ def test_a_mapping_replaces_a_section(plan):
         ({"workload.arrivals.ratee": [1]}, "no setting. Known settings there: concurrency"),
         ({"workload.seed": 3}, "must be a list"),
         ({"workload.seed": []}, "at least one"),
-        ({"adapters.count": ["many"]}, "could not be converted"),
+        ({"adapters.count": ["many"]}, "adapters.count=many is not a whole number"),
     ],
 )
 def test_a_wrong_grid_is_refused(plan, values, message):
