@@ -168,6 +168,6 @@ def note(table: pd.DataFrame, *more: str) -> str:
     adapted = table[table["method"] != "base"]
     seeds = adapted.groupby(["structure", "rank_equivalent", "task"], dropna=False)["seed"].nunique()
     ends = sorted({seeds.min(), seeds.max()}) if len(seeds) else []
-    count = [f"{' to '.join(map(str, ends))} seeds"] if ends else []
+    count = [f"{' to '.join(map(str, ends))} seed{'s' if ends != [1] else ''}"] if ends else []
     commits = ", ".join(marks.commits(table)) or "unknown"
     return "; ".join(["measured", *count, *more, f"commit {commits}"])
