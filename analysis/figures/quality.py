@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt  # isort: skip
 BACKENDS = {"lora": "punica", "bd_lora": "bd_lora", "tessa": "tessa", "full": "merged", "base": "base"}
 DASHES = ("-", "--", ":", "-.")
 COLUMNS = 3
+MARGIN = 1.4  # free space beside the smallest and the largest number of parameters, a factor
 BARS = "bars: 95 % interval over seeds, cut at 0 and 100 %"
 
 
@@ -58,6 +59,7 @@ def against_budget(table: pd.DataFrame) -> Figure:
         k for k in quality.in_order(table["structure"]) if len(widths[k]) == most or widths[k] == {None}
     ]
     tasks = list(dict.fromkeys(p.task for p in found))
+    sizes = [p.params for p in found if p.structure in curves and p.rank_equivalent is not None]
     figure, axes = _panels(len(tasks))
     for panel, task in zip(axes, tasks, strict=False):
         for kind in curves:
@@ -67,8 +69,12 @@ def against_budget(table: pd.DataFrame) -> Figure:
         panel.set_xscale("log", base=2)
         ticks = sorted({p.params for p in found if p.structure == "lora"})
         if ticks:
-            panel.set_xticks(ticks, [f"{t / 1000:.3g}k" for t in ticks])
+            panel.set_xticks(ticks, [_short(t) for t in ticks])
             panel.minorticks_off()
+        # One scale for all, and no zoom into what differs by a few parameters or points.
+        panel.set_ylim(-4, 104)
+        if sizes:
+            panel.set_xlim(min(sizes) / MARGIN, max(sizes) * MARGIN)
     figure.supylabel("right answers (%)", fontsize=8)
     handles = {lab: h for a in axes for h, lab in zip(*a.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=3, frameon=False)
@@ -76,6 +82,10 @@ def against_budget(table: pd.DataFrame) -> Figure:
     off = ["hollow: parameters more than 5 % off LoRA's"] if any(not p.matched for p in drawn) else []
     figure.supxlabel("\n".join(["trained parameters", note(table, BARS), *off]), fontsize=7)
     return figure
+
+
+def _short(count: float) -> str:
+    return f"{count / 1e6:.3g}M" if count >= 1e6 else f"{count / 1e3:.3g}k"
 
 
 def _curve(panel: Axes, kind: str, mine: Sequence[quality.Point], curves: Sequence[str]) -> None:
@@ -164,10 +174,12 @@ def _panels(count: int, height: float = 1.5, sharey: bool = False) -> tuple[Figu
 
 
 def note(table: pd.DataFrame, *more: str) -> str:
-    """Provenance, seeds and commits, as figures and tables say them; `more` stands before the commits."""
+    """Provenance, seeds and commits, as figures and tables say them; `more`, which is about intervals, stands before
+    the commits where there are any."""
     adapted = table[table["method"] != "base"]
     seeds = adapted.groupby(["structure", "rank_equivalent", "task"], dropna=False)["seed"].nunique()
     ends = sorted({seeds.min(), seeds.max()}) if len(seeds) else []
     count = [f"{' to '.join(map(str, ends))} seed{'s' if ends != [1] else ''}"] if ends else []
     commits = ", ".join(marks.commits(table)) or "unknown"
-    return "; ".join(["measured", *count, *more, f"commit {commits}"])
+    said = more if ends and ends[-1] > 1 else ()
+    return "; ".join(["measured", *count, *said, f"commit {commits}"])
