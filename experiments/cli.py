@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -281,10 +282,20 @@ def explain_hydra(error: Exception) -> str:
         group, _, given = error.missing_cfg_file.rpartition("/")
         options = sorted(set(error.options or ()) - {"schema"}, key=schema.backend_rank)
         return schema.unknown(group or "config", given, options)
+    if explained := several(str(error)):
+        return explained
     for part in (error, error.__cause__):
         if isinstance(part, OverrideParseException):
             return unreadable(str(part.override), str(part.message).splitlines()[0])
     return schema.explain(error)
+
+
+def several(text: str) -> str | None:
+    """What Hydra's "Ambiguous value for argument" means; None for another error."""
+    found = re.search(r"Ambiguous value for argument '([^']+)'", text)
+    return (
+        found and f"{found[1]} gives several values: pass -m before the settings to run them all, or give one"
+    )
 
 
 def unreadable(given: str, why: str) -> str:

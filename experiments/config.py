@@ -306,6 +306,8 @@ def explain(error: Exception) -> str:
         key = key or match.group(1)
         known = _known_keys(key)
         return f"unknown setting {key!r}{place}{_suggest(match.group(1), known, 'settings there')}"
+    if "is not a ListConfig" in message:
+        return f"{key} takes a list, such as {key}=[...]; a single value stands in brackets too"
     if isinstance(cause, ValidationError) and (match := _CONVERSION.search(message)):
         value, kind = match.groups()
         return f"{key}={value} is not {_KINDS.get(kind.lower(), kind)}; give such a value"

@@ -204,6 +204,7 @@ def run_py(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["backend=tesa"], "did you mean 'tessa'? Known values: base,"),
         (["measure.round=2"], "unknown setting 'measure.round'; did you mean 'rounds'?"),
         (["tp=["], "cannot read 'tp=['"),
+        (["tp=1,2"], "tp=1,2 gives several values: pass -m before the settings"),
         (["statu"], "after the mode (status, or none) come settings as key=value"),
         (["backends=[slora:compute=off]"], "\"backends=[base,'slora:compute=off']\""),
     ],

@@ -68,6 +68,9 @@ def about(part: pd.DataFrame, reference: bool = False, notes: dict[str, Any] | N
     }
 
 
+OTHERS = "settings that differ from the experiment's own: in the caption, and all of them in each cell's config.json"
+
+
 def commands(part: pd.DataFrame, reference: bool = False) -> dict[str, Any]:
     """The commands that made the cells. Where cells from before commands were stored are among them: for reference
     figures the step of `make reference`, else one that leaves out settings other than the experiment's own.
@@ -78,13 +81,14 @@ def commands(part: pd.DataFrame, reference: bool = False) -> dict[str, Any]:
     experiment = str(part["experiment"].iloc[0])
     if reference:
         return {"commands": [f"python scripts/reference.py --only {experiment}"]}
+    if "method" in part and part["method"].notna().any():  # trained, not served
+        return {"commands": [f"python run.py experiment={experiment}"], "other_settings": OTHERS}
     degrees = ",".join(str(int(tp)) for tp in sorted(part["tp"].dropna().unique()))
     sweep = "-m " if "," in degrees else ""
     model = part["model"].iloc[0]
     return {
         "commands": [f"python run.py {sweep}experiment={experiment} model={model} tp={degrees or 1}"],
-        "other_settings": "settings that differ from the experiment's own: in the caption, and all of them in each "
-        "cell's config.json",
+        "other_settings": OTHERS,
     }
 
 

@@ -23,7 +23,8 @@ from tessa.errors import UserError
         ({"logger": {"name": "wandbb"}}, "did you mean 'wandb'"),
         ({"tpp": 1}, "unknown setting 'tpp'; did you mean 'tp'"),
         ({"measure": {"name": "m", "gate": {"request": 1}}}, "did you mean 'requests'"),
-        ({"tp": "many"}, "tp: Value 'many'"),
+        ({"tp": "many"}, "tp=many is not a whole number"),
+        ({"backends": "base"}, r"backends takes a list, such as backends=\[\.\.\.\]"),
     ],
 )
 def test_mistakes_are_named(values, message):

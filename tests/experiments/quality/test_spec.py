@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 
 import pytest
@@ -34,6 +35,22 @@ def test_structures_are_curves_then_studies_each_once():
         "tessa-across-random-r4", "tessa-along-random-r2", "tessa-along-random-r4", "tessa-across-first-r4",
         "lora-r4-attention",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": "abc"}, "study.steps=abc is not a whole number"),
+        ({"seeds": ("a",)}, "study.seeds=a is not a whole number"),
+        ({"budgets": (2.5,)}, "study.budgets=2.5 is not a whole number"),
+        ({"warmup": "x"}, "study.warmup=x is not a number"),
+        ({"learning_rates": {"lora": ["abc"]}}, "study.learning_rates.lora=abc is not a number"),
+        ({"model": "smol"}, "study.model=smol is not known; allowed: skills, smollm2"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(changes, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        spec(**changes)
 
 
 def test_rates_are_searched_where_there_is_a_choice():
