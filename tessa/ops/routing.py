@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 
@@ -22,7 +20,6 @@ class Routing:
         ends: int32 [S], where each slot's rows end in `order` (the running sum of the rows per slot), the form
             that `torch.nn.functional.grouped_mm` takes.
         groups: the distinct slots in use, ascending.
-        arrays: `order` and `ends` as NumPy arrays on the same memory.
         identity: whether `order` is 0, 1, ..., n-1, so that gathering rows can be left out.
     """
 
@@ -32,7 +29,6 @@ class Routing:
     slots: torch.Tensor
     ends: torch.Tensor
     groups: tuple[int, ...]
-    arrays: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
     identity: bool
 
     @property
@@ -77,6 +73,5 @@ def route(token_slots: torch.Tensor, num_slots: int) -> Routing:
         slots=sorted_slots,
         ends=ends,
         groups=groups,
-        arrays=(order.numpy(), ends.numpy()),
         identity=bool((order == torch.arange(rows)).all()),
     )
