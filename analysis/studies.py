@@ -35,7 +35,7 @@ def unclean(frame: pd.DataFrame) -> pd.Series:
 
 
 def counted(table: pd.DataFrame, folder: Path, reference: bool = False) -> pd.DataFrame:
-    """A study's table with `git_sha` and `git_dirty`; where it has no such columns, `environment.json` says them.
+    """A study's table with `git_sha`, `git_dirty` and `command`; where it lacks them, `environment.json` says them.
 
     With `reference`, `unclean` rows are left out; UserError where that leaves none.
     """
@@ -43,7 +43,9 @@ def counted(table: pd.DataFrame, folder: Path, reference: bool = False) -> pd.Da
         said = environment(folder)
         trees = [said.get(key) or {} for key in ("git_start", "git_submit")]
         flags = [tree["dirty"] for tree in trees if tree.get("dirty") is not None]
-        table = table.assign(git_sha=trees[0].get("sha"), git_dirty=any(flags) if flags else None)
+        table = table.assign(
+            git_sha=trees[0].get("sha"), git_dirty=any(flags) if flags else None, command=said.get("command")
+        )
     if not reference:
         return table
     kept = table[~unclean(table)]

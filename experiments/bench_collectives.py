@@ -9,6 +9,9 @@ TESSA send them, with vLLM's communicator for the CPU:
 - ``gloo_netns``: gloo between two network namespaces joined by a veth pair, half of the ranks in each, which is two
   hosts to the network stack; needs root and iproute2, and is left out with the reason where they are missing.
 
+In a gather only the root waits for anybody. The others wait here for the root to be done before they begin the next
+one (`Turns`): ranks that run ahead make vLLM's shared-memory collectives stall for ever, and are not in step.
+
 Rows go to ``FOLDER/rows.csv`` (default ``results/collectives``), fitted constants to ``links.csv``. More ranks than
 cores share cores: such rows say `oversubscribed`, and their times hold waits for the processor.
 """
@@ -29,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from experiments import provenance
@@ -87,12 +91,18 @@ def rank_main(options: dict[str, Any]) -> None:
     shared = communicator.supports_tensor_dict
     if shared != (options["transport"] == "shm"):
         raise RuntimeError(f"wanted {options['transport']}, got {'shm' if shared else 'gloo'}")
+    turns = Turns(Path(options["turns"]), options["rank"])
+
+    def gather(tensor: Any) -> None:
+        communicator.gather(tensor)
+        turns.end()
+
     calls = []
     for message in options["messages"]:
-        whole = message["kind"] == "all_reduce"
-        elements = max(1, message["message_bytes"] // 4 // (1 if whole else ranks))
-        tensor = torch.ones(1, elements)
-        calls.append((getattr(communicator, message["kind"]), tensor))
+        kind = message["kind"]
+        elements = max(1, message["message_bytes"] // 4 // (1 if kind == "all_reduce" else ranks))
+        call = gather if kind == "gather" else getattr(communicator, kind)
+        calls.append((call, torch.zeros(1, elements)))  # sums of zeros do not grow, however many
     repeats = [_repeats(dist, group, call, tensor) for call, tensor in calls]
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(options["rounds"]):
@@ -103,9 +113,23 @@ def rank_main(options: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+class Turns:
+    """Rank 0 ends a turn, and the others wait until it has; by a counter in a file that all of them map."""
+
+    def __init__(self, file: Path, rank: int) -> None:
+        self._done = np.memmap(file, dtype=np.int64, mode="r+", shape=(1,))
+        self._root, self._turn = rank == 0, 0
+
+    def end(self) -> None:
+        self._turn += 1
+        if self._root:
+            self._done[0] = self._turn
+        while self._done[0] < self._turn:
+            os.sched_yield()
+
+
 def _timed(dist: Any, group: Any, call: Any, tensor: Any, repeats: int) -> float:
     """Seconds of one call, from `repeats` in a row."""
-    tensor.fill_(1.0 / 1024)  # sums stay small however often they are summed
     dist.barrier(group)
     began = time.perf_counter()
     for _ in range(repeats):
@@ -171,8 +195,10 @@ def measure(transport: str, ranks: int, rounds: int = ROUNDS) -> pd.DataFrame:
             "rounds": rounds,
             "messages": calls,
             "init": f"tcp://{host}:{free_port()}",
+            "turns": str(folder / "turns"),
             "ident": f"tessa{os.getpid()}{transport}{ranks}",
         }
+        np.zeros(1, np.int64).tofile(folder / "turns")
         children = []
         for rank in range(ranks):
             file = folder / f"{rank}.json"
@@ -201,6 +227,8 @@ def measure(transport: str, ranks: int, rounds: int = ROUNDS) -> pd.DataFrame:
                 if child.poll() is None:
                     child.kill()
                     child.wait()
+            for segment in Path("/dev/shm").glob(f"{options['ident']}-*"):  # a killed rank leaves its own
+                segment.unlink()
         if any(codes):
             texts = (log.read_text(errors="replace").strip() for log in sorted(folder.glob("*.log")))
             last = [

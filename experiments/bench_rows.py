@@ -32,6 +32,7 @@ def store(rows: pd.DataFrame, name: str, out: Path, git: dict[str, Any], device:
         **measured_on(device),
         git_sha=git["sha"],
         git_dirty=git["dirty"],
+        command=provenance.command(),
     )
     out.mkdir(parents=True, exist_ok=True)
     part = out / "rows.csv.part"

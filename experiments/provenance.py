@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -151,6 +152,25 @@ def mark_command(overrides: Sequence[str]) -> None:
     """Remembers what `run.py` was given, for `collect`; folders are left out, as they say where and not what."""
     global _overrides
     _overrides = [scrub(word) for word in overrides if not word.lstrip("+~").startswith("paths.")]
+
+
+def command() -> str | None:
+    """What was typed to make this process's results, without folders: `python run.py ...` where `mark_command` was
+    told, else the module that runs with its options. None where neither is known.
+    """
+    if _overrides is not None:
+        return shlex.join(["python", "run.py", *_overrides])
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    if module is None:
+        return None
+    words = iter(sys.argv[1:])
+    options = []
+    for word in words:
+        if word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
+            options.append(scrub(word))
+    return shlex.join(["python", "-m", module.name.removesuffix(".__main__"), *options])
 
 
 def collect(start: dict[str, Any] | None = None) -> dict[str, Any]:

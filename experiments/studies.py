@@ -18,7 +18,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.provenance import REPO
+from experiments import provenance
 from experiments.stopping import StopSignals
 from experiments.store import Store
 from tessa.errors import UserError
@@ -120,7 +120,7 @@ def _layer_step(config: RunConfig, results: Path, looking: bool) -> int:
 
 
 def _quality(config: RunConfig, results: Path, looking: bool) -> int:
-    from experiments import models, provenance
+    from experiments import models
     from experiments.quality import study
     from experiments.quality.spec import QualitySpec, check, with_smoke
 
@@ -161,9 +161,13 @@ def _measure(spec: dict[str, Any], out: Path, force: bool) -> int:
         ]
         env = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
+            "PYTHONPATH": os.pathsep.join([str(provenance.REPO), os.environ.get("PYTHONPATH", "")]).rstrip(
+                ":"
+            ),
         }
         command += ["--force"] if force else []
+        if typed := provenance.command():
+            command += ["--command", typed]
         with StopSignals() as signals:
             child = subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent)
             try:

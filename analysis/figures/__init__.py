@@ -13,7 +13,7 @@ from analysis import collectives, layer_step, projection, schedules, studies, st
 from analysis import interconnect as latencies
 from analysis import quality as scores
 from analysis.figures import breakdown, interconnect, marks, quality, rate, replay, scaling
-from analysis.figures.save import about, caption, commands, save, write_caption
+from analysis.figures.save import about, caption, commands, distinct, save, write_caption
 from tessa.errors import UserError
 
 import matplotlib.pyplot as plt  # isort: skip
@@ -178,22 +178,27 @@ def _draw_study(done: Drawn, experiment: str, results: Path, folder: Path, refer
 
 
 def _commands(experiment: str, rows: pd.DataFrame, reference: bool) -> dict[str, object]:
-    if experiment in _BENCHMARKS:
-        return {"commands": [_BENCHMARKS[experiment]]}
-    if "command" in rows:
+    if experiment not in STUDIES or ("command" in rows and rows["command"].notna().all()):
         return commands(rows, reference)
-    return {"commands": [f"python run.py experiment={experiment}"]}
+    return {"commands": [_BENCHMARKS.get(experiment, f"python run.py experiment={experiment}")]}
 
 
 def _study(experiment: str, kinds: list[str], rows: pd.DataFrame, reference: bool) -> dict[str, object]:
     """The caption of a figure that is drawn from more than cells of one setting. kinds: provenances of its numbers."""
+    machines = distinct(rows, "machine")
+    words = [
+        f"{experiment}, {'/'.join(kinds)}",
+        f"commit {', '.join(marks.commits(rows)) or 'unknown'}",
+        *machines,
+    ]
     return {
         "experiment": experiment,
-        "caption": f"{experiment}, {'/'.join(kinds)}; commit {', '.join(marks.commits(rows)) or 'unknown'}",
+        "caption": "; ".join(words),
         **_commands(experiment, rows, reference),
         "redraw": "python -m analysis figures" + (" --reference" if reference else ""),
         "provenance": kinds,
         "commits": sorted(str(sha) for sha in rows["git_sha"].dropna().unique()),
         "uncommitted_changes": bool(rows["git_dirty"].fillna(True).astype(bool).any()),
+        "machines": machines,
         "reference": reference,
     }

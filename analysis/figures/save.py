@@ -46,9 +46,9 @@ def about(part: pd.DataFrame, reference: bool = False, notes: dict[str, Any] | N
         "commits": sorted(str(sha) for sha in part["git_sha"].dropna().unique()),
         "uncommitted_changes": bool(part["git_dirty"].fillna(True).astype(bool).any()),
         "reference": reference,
-        "machines": _distinct(part, "machine"),
-        "packages": _distinct(part, "engine"),
-        "outputs_checked": _distinct(good, "gate") or ["not recorded"],
+        "machines": distinct(part, "machine"),
+        "packages": distinct(part, "engine"),
+        "outputs_checked": distinct(good, "gate") or ["not recorded"],
         "wrong_by_design": sorted(
             part.loc[part["wrong_by_design"].fillna(False).astype(bool), "variant"].unique()
         )
@@ -95,7 +95,7 @@ def commands(part: pd.DataFrame, reference: bool = False) -> dict[str, Any]:
 def caption(part: pd.DataFrame) -> str:
     """Setting, provenance and commits in one line."""
     rounds = part.groupby("cell")["repeat"].nunique().max()
-    machines = ", ".join(_distinct(part, "machine"))
+    machines = ", ".join(distinct(part, "machine"))
     words = [
         tables.describe(part),
         f"{int(rounds)} rounds",
@@ -104,5 +104,6 @@ def caption(part: pd.DataFrame) -> str:
     return "; ".join([*words, machines] if machines else words)
 
 
-def _distinct(part: pd.DataFrame, column: str) -> list[str]:
+def distinct(part: pd.DataFrame, column: str) -> list[str]:
+    """The sorted values of a column, as text; none where it is absent."""
     return sorted(str(v) for v in part[column].dropna().unique()) if column in part else []

@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from experiments import provenance
 from experiments.layer_step.rows import RowFile, table
 from experiments.layer_step.spec import LayerStepSpec, points
 from tessa.errors import UserError
@@ -55,6 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="tiny shapes and few steps, to try the script itself"
     )
     parser.add_argument("--force", action="store_true", help="measure rows again that are there and complete")
+    parser.add_argument("--command", help=argparse.SUPPRESS)  # what a caller was given, for the rows
     parser.add_argument("--no-table", action="store_true", help="print no table at the end")
     return parser.parse_args(argv)
 
@@ -74,8 +76,11 @@ def spec_of(args: argparse.Namespace) -> LayerStepSpec:
     return replace(spec, **chosen)
 
 
-def run(spec: LayerStepSpec, out: Path, force: bool = False) -> int:
-    """Measures what is missing in `out`, point by point; returns the number of rows that are not complete."""
+def run(spec: LayerStepSpec, out: Path, force: bool = False, command: str | None = None) -> int:
+    """Measures what is missing in `out`, point by point; returns the number of rows that are not complete.
+
+    Rows keep `command`: what was typed to make them.
+    """
     begin = time.monotonic()
     from experiments.layer_step.environment import write_environment
     from experiments.layer_step.measure import Bench
@@ -99,7 +104,7 @@ def run(spec: LayerStepSpec, out: Path, force: bool = False) -> int:
                 print(f"  left out: {skipped.label}")
             break
         start = time.monotonic()
-        rows = bench.measure(point)
+        rows = [row | {"command": command} for row in bench.measure(point)]
         store.add(rows)
         took = time.monotonic() - start
         # The first point also compiles kernels and builds the libraries' state.
@@ -115,7 +120,7 @@ def run(spec: LayerStepSpec, out: Path, force: bool = False) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
-        bad = run(spec_of(args), args.out, args.force)
+        bad = run(spec_of(args), args.out, args.force, args.command or provenance.command())
         if not args.no_table:
             print(table(RowFile(args.out).frame()))
     except UserError as error:

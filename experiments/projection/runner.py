@@ -224,6 +224,7 @@ def run(
         "git_submit": provenance.submit_state(),
         "git_start": git,
         "packages": provenance.package_versions(),
+        "command": provenance.command(),
     }
     texts = {
         "assumptions.json": assumptions,

@@ -10,6 +10,8 @@ import pytest
 
 from analysis import schedules
 from analysis.__main__ import main
+from analysis.figures import draw_all
+from analysis.load import load
 from experiments import bench_schedules
 from tessa.errors import UserError
 
@@ -66,7 +68,7 @@ def test_the_figure_has_both_schedules_and_the_choice(
     assert main(["figures", str(tmp_path), "--experiment", "schedules", "--out", str(tmp_path / "o")]) == 0
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "o" / "schedules.png")]
     said = json.loads((tmp_path / "o" / "schedules.json").read_text())
-    assert said["caption"] == "schedules, measured; commit ccccccc+changes"
+    assert said["caption"] == "schedules, measured; commit ccccccc+changes; a CPU, 2 cores"
     assert said["commits"] == ["c" * 40]
 
 
@@ -78,6 +80,19 @@ def test_a_short_run_is_stored_with_its_commit(tmp_path: Path, capsys: pytest.Ca
     assert (found["provenance"] == "measured").all()
     assert found["git_sha"].notna().all()
     assert "segmented/base" in capsys.readouterr().out
+
+
+def test_its_caption_names_what_was_typed(rows: pd.DataFrame, tmp_path: Path) -> None:
+    folder = tmp_path / "schedules"
+    folder.mkdir()
+    typed = "python -m experiments.bench_schedules --threads 2"
+    said = []
+    for table in (rows, rows.assign(command=typed)):
+        table.assign(git_sha="a" * 40, git_dirty=False).to_csv(folder / "rows.csv", index=False)
+        draw_all(load(tmp_path), tmp_path, tmp_path / "f", experiments=("schedules",))
+        said.append(json.loads((tmp_path / "f" / "schedules.json").read_text()))
+    assert [one["commands"] for one in said] == [["python -m experiments.bench_schedules"], [typed]]
+    assert said[0]["machines"] == ["a CPU, 2 cores"]
 
 
 def test_without_rows_the_command_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,6 +81,18 @@ def test_a_cell_says_what_run_py_was_given_but_for_folders(monkeypatch):
         ["experiment=tp_scaling", f"paths.results={home}/r", f"+workload.path={home}/t.csv"]
     )
     assert provenance.collect()["overrides"] == ["experiment=tp_scaling", "+workload.path=<home>/t.csv"]
+
+
+def test_a_row_says_what_was_typed_but_for_its_folder(monkeypatch):
+    monkeypatch.setattr(provenance, "_overrides", None)
+    spec = SimpleNamespace(name="experiments.layer_step.__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    monkeypatch.setattr(sys, "argv", ["x", "--tp", "2", "4", "--out", "some/where", "--log", f"{Path.home()}/l"])
+    assert provenance.command() == "python -m experiments.layer_step --tp 2 4 --log '<home>/l'"
+    monkeypatch.setattr(sys, "argv", ["x", "--out=some/where"])
+    assert provenance.command() == "python -m experiments.layer_step"
+    provenance.mark_command(["experiment=layer_step", "study.rounds=3", "paths.results=r"])
+    assert provenance.command() == "python run.py experiment=layer_step study.rounds=3"
 
 
 def test_scrub(monkeypatch):

@@ -154,8 +154,9 @@ def test_a_rerun_measures_what_is_missing(tmp_path, capsys) -> None:
     ]
     assert main.main(arguments) == 0
     first = RowFile(tmp_path).frame().set_index("cell").layer_s
-    assert main.main([*arguments, "punica"]) == 0
+    assert main.main([*arguments, "punica", "--command", "python run.py experiment=layer_step"]) == 0
     both = RowFile(tmp_path).frame()
+    assert "python run.py experiment=layer_step" in set(both.command)
     assert len(both) == 2 * len(first)
     capsys.readouterr()
     assert main.main([*arguments, "punica"]) == 0
