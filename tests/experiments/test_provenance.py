@@ -87,7 +87,9 @@ def test_a_row_says_what_was_typed_but_for_its_folder(monkeypatch):
     monkeypatch.setattr(provenance, "_overrides", None)
     spec = SimpleNamespace(name="experiments.layer_step.__main__")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
-    monkeypatch.setattr(sys, "argv", ["x", "--tp", "2", "4", "--out", "some/where", "--log", f"{Path.home()}/l"])
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--tp", "2", "4", "--out", "some/where", "--log", f"{Path.home()}/l"]
+    )
     assert provenance.command() == "python -m experiments.layer_step --tp 2 4 --log '<home>/l'"
     monkeypatch.setattr(sys, "argv", ["x", "--out=some/where"])
     assert provenance.command() == "python -m experiments.layer_step"
