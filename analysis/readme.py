@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,46 +30,72 @@ FIGURES = (
     ("projection", "projection_speedup"),
 )  # fmt: skip
 """(experiment, start of the figure's name): the figures that the README shows where they can be drawn."""
+FIGURES_ELSEWHERE = (
+    ("tp_scaling", "tp_scaling"),
+    ("interconnect", "interconnect"),
+    ("collectives", "collectives"),
+)
+"""Those of another machine's set."""
 PIXELS_MAY_DIFFER = 0.01
 """Mean difference of two drawings, of 1: other builds of the font library round glyphs otherwise."""
 EMPTY = "No reference results are stored yet; `make reference` makes them on this machine's CPU in three to four hours."
 
 
+@dataclass
+class Set:
+    """A reference set as the README shows it. drawn: name -> PNG of each figure. folder: theirs. text: Markdown."""
+
+    drawn: dict[str, bytes]
+    folder: Path
+    text: str
+
+
+def sets(readme: Path, results: Path) -> list[Set]:
+    """The reference set, then those of other machines: folders beside it that are called `<its name>_<machine>`."""
+    found = []
+    for place in (results, *sorted(p for p in results.parent.glob(f"{results.name}_*") if p.is_dir())):
+        frame, folder = load(place), place / "figures"
+        drawn = _draw(frame, place, FIGURES if place == results else FIGURES_ELSEWHERE)
+        show = block if place == results else elsewhere
+        found.append(Set(drawn, folder, show(frame, place, drawn, _relative(folder, readme))))
+    return found
+
+
 def write(readme: Path, results: Path) -> list[Path]:
-    """Puts the results between the README's marks and the figures into `<results>/figures`; returns what it wrote."""
-    frame = load(results)
-    drawn = _draw(frame, results)
-    folder = results / "figures"
+    """Puts the results between the README's marks and the figures into each set's `figures`; returns what it wrote."""
     written = []
-    for old in folder.glob("*.png"):
-        if old.name not in drawn:
-            old.unlink()
-    for name, content in drawn.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-        written.append(folder / name)
+    shown = sets(readme, results)
+    for one in shown:
+        for old in one.folder.glob("*.png"):
+            if old.name not in one.drawn:
+                old.unlink()
+        for name, content in one.drawn.items():
+            one.folder.mkdir(parents=True, exist_ok=True)
+            (one.folder / name).write_bytes(content)
+            written.append(one.folder / name)
     before, _, after = _split(readme)
-    text = block(frame, results, drawn, _relative(folder, readme))
+    text = "\n\n".join(one.text for one in shown)
     readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
     return [readme, *written]
 
 
 def differences(readme: Path, results: Path) -> list[str]:
-    """What in the README or in `<results>/figures` is not what the reference set gives, in words; empty if all is."""
-    frame = load(results)
-    drawn = _draw(frame, results)
-    folder = results / "figures"
+    """What in the README or in the figures is not what the reference sets give, in words; empty if all is."""
     found = []
-    wanted = block(frame, results, drawn, _relative(folder, readme)).splitlines()
+    shown = sets(readme, results)
+    wanted = "\n\n".join(one.text for one in shown).splitlines()
     there = _split(readme)[1].strip("\n").splitlines()
     if wanted != there:
         pairs = zip([*wanted, ""], [*there, ""], strict=False)
         first = next(((a, b) for a, b in pairs if a != b), (wanted[-1:], there[-1:]))
         found.append(f"{readme.name}: the reference set gives {first[0]!r}, the file has {first[1]!r}")
-    for name, content in drawn.items():
-        found += _compared(folder / name, content)
-    stale = {file.name for file in folder.glob("*.png")} - set(drawn)
-    found += [f"{folder / name} is not drawn from the reference set any more" for name in sorted(stale)]
+    for one in shown:
+        for name, content in one.drawn.items():
+            found += _compared(one.folder / name, content)
+        stale = {file.name for file in one.folder.glob("*.png")} - set(one.drawn)
+        found += [
+            f"{one.folder / name} is not drawn from the reference set any more" for name in sorted(stale)
+        ]
     return found
 
 
@@ -78,28 +105,42 @@ def block(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], folder
         return EMPTY
     clean = figures.only_reference(frame)
     scaling = clean[clean["experiment"] == "tp_scaling"]
-    parts = [_source(clean, results)]
+    parts = [_source(clean, results, folder)]
     parts += [_scaling(part) for part in _parts(scaling)]
     parts.append(_counters(scaling))
     parts += benchmarks.tables(results)
     parts += [_quality(clean), _quality(clean, "quality_smollm2", "columns as above")]
     parts.append(_claims(claims.table(frame, results, reference=True)))
-    if drawn:
-        images = (
-            f'<img src="{folder}/{name}" alt="{Path(name).stem}" width="{_share(content)}">'
-            for name, content in drawn.items()
-        )
-        parts.append("\n".join(images))
+    parts.append(_images(drawn, folder))
     return "\n\n".join(filter(None, parts))
 
 
-def _draw(frame: pd.DataFrame, results: Path) -> dict[str, bytes]:
-    """File name -> PNG of every figure in FIGURES that the reference set allows."""
+def elsewhere(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], folder: str) -> str:
+    """The Markdown of another machine's set, arguments as `block`'s: what its serving differs in, and figures."""
+    clean = figures.only_reference(frame)
+    scaling = clean[clean["experiment"] == "tp_scaling"]
+    name = results.name.partition("_")[2]
+    parts = [f"**Another machine, {name}.** {_source(clean, results, folder)}"]
+    parts += [_scaling(part) for part in _parts(scaling)]
+    parts.append(_images(drawn, folder))
+    return "\n\n".join(filter(None, parts))
+
+
+def _images(drawn: Mapping[str, bytes], folder: str) -> str:
+    images = (
+        f'<img src="{folder}/{name}" alt="{Path(name).stem}" width="{_share(content)}">'
+        for name, content in drawn.items()
+    )
+    return "\n".join(images)
+
+
+def _draw(frame: pd.DataFrame, results: Path, which: tuple[tuple[str, str], ...]) -> dict[str, bytes]:
+    """File name -> PNG of every figure of `which` that the reference set allows."""
     found: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as folder:
-        wanted = tuple(experiment for experiment, _ in FIGURES)
+        wanted = tuple(experiment for experiment, _ in which)
         paths = figures.draw_all(frame, results, Path(folder), True, wanted).paths
-        for experiment, start in FIGURES:
+        for experiment, start in which:
             for path in sorted(paths):
                 said = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
                 if said["experiment"] == experiment and path.stem.startswith(start):
@@ -142,8 +183,8 @@ def _compared(file: Path, drawn: bytes) -> list[str]:
     return [] if same else [f"{file} is not what the reference set gives"]
 
 
-def _source(frame: pd.DataFrame, results: Path) -> str:
-    """Machine, packages and commits of the measured cells in a sentence."""
+def _source(frame: pd.DataFrame, results: Path, folder: str) -> str:
+    """Machine, packages and commits of the measured cells in a sentence. `folder`: that of the set's figures."""
     good = frame[frame["status"] == "complete"]
     if good.empty:
         return ""
@@ -160,7 +201,7 @@ def _source(frame: pd.DataFrame, results: Path) -> str:
         f"{cells} cells on {machines}{memory}; {packages}; commit {commits}, clean tree; {checked}; "
         "± are 95 % intervals; the brackets of a claim hold together with 95 %, those of several claims do not. "
         "All numbers: "
-        f"`python -m analysis table {REFERENCE.as_posix()}`."
+        f"`python -m analysis table {Path(folder).parent.as_posix()}`."
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,7 +25,7 @@ sys.path.insert(0, str(REPO))
 from experiments import provenance  # noqa: E402
 from experiments.quality import smollm2  # noqa: E402
 
-RUN, OUT = REPO / "results" / "reference-run", REPO / "results" / "reference"
+RESULTS = REPO / "results"
 FULL = ("model=small", "measure=demo", "measure.rounds=5")
 DECODE = (
     "workload.prompt_tokens.value=32",
@@ -196,9 +197,20 @@ def refuse_dirty() -> None:
         )
 
 
-def run(step: Step, environment: dict[str, str]) -> int:
+def folders(machine: str | None) -> tuple[Path, Path]:
+    """Where the runs go, and where their small copy: the reference set, or that of another machine beside it."""
+    if machine is None:
+        return RESULTS / "reference-run", RESULTS / "reference"
+    if not re.fullmatch(r"[a-z0-9]+", machine):
+        sys.exit(
+            f"error: --machine {machine!r}: small letters and digits, such as h100; it ends a folder's name"
+        )
+    return RESULTS / f"reference-run-{machine}", RESULTS / f"reference_{machine}"
+
+
+def run(step: Step, results: Path, environment: dict[str, str]) -> int:
     """One step as the user would type it; Ctrl-C reaches it too."""
-    command = [sys.executable, *step.into(RUN)]
+    command = [sys.executable, *step.into(results)]
     print(f"\n$ python {shlex.join(command[1:])}", flush=True)
     return subprocess.run(command, cwd=REPO, env=environment).returncode
 
@@ -210,10 +222,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only", metavar="A,B", help="run these experiments' steps; the export takes all that is there"
     )
     parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="make results/reference_NAME, which the README shows beside the first set",
+    )
+    parser.add_argument(
         "--export-only", action="store_true", help="run nothing, write the copy, figures and README"
     )
     args = parser.parse_args(argv)
     steps = chosen(args.only)
+    results, out = folders(args.machine)
     if args.list:
         for step in steps:
             print(f"{step.minutes:4.1f} min  python {shlex.join(step.command)}")
@@ -231,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"left out: {step.experiment} needs {lacking}")
                 continue
             began = time.monotonic()
-            code = run(step, environment)
+            code = run(step, results, environment)
             print(f"{step.experiment}: exit status {code} after {(time.monotonic() - began) / 60:.1f} min")
             if code == 130:
                 print("interrupted; the same command goes on here")
@@ -241,13 +259,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failed:
         print(f"not complete: {', '.join(failed)}; the same command runs the rest. Nothing was exported.")
         return 1
-    for command in (["export", str(RUN), str(OUT)], ["readme"]):
+    for command in (["export", str(results), str(out)], ["readme"]):
         code = subprocess.run(
             [sys.executable, "-m", "analysis", *command], cwd=REPO, env=environment
         ).returncode
         if code:
             return code
-    print(f"done; look at `git diff --stat`, then commit {OUT.relative_to(REPO)} and README.md")
+    print(f"done; look at `git diff --stat`, then commit {out.relative_to(REPO)} and README.md")
     return 0
 
 

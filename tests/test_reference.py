@@ -65,7 +65,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, codes: dict[str, int]) -> list[str]:
     """A clean tree on which every step ends at once; returns the list of what was run."""
     ran: list[str] = []
 
-    def step(step, _environment: dict[str, str]) -> int:
+    def step(step, _results: Path, _environment: dict[str, str]) -> int:
         ran.append(step.experiment)
         return codes.get(step.experiment, 0)
 
@@ -85,6 +85,19 @@ def test_all_steps_then_the_copy_and_the_readme(monkeypatch: pytest.MonkeyPatch,
     ran = fake(monkeypatch, {})
     assert reference.main([]) == 0
     assert ran == [s.experiment for s in reference.STEPS if s.lacks is None] + ["export", "readme"]
+
+
+def test_another_machine_has_a_set_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    results, out = reference.folders("h100")
+    assert (results.name, out.name) == ("reference-run-h100", "reference_h100")
+    assert {results, out}.isdisjoint(reference.folders(None))
+    fake(monkeypatch, {})
+    into: list[Path] = []
+    monkeypatch.setattr(reference, "run", lambda _step, results, _environment: into.append(results) or 0)
+    assert reference.main(["--machine", "h100", "--only", "breakdown"]) == 0
+    assert into == [results]
+    with pytest.raises(SystemExit, match="small letters and digits"):
+        reference.main(["--machine", "../x"])
 
 
 def test_a_failed_step_stops_no_other_but_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,24 @@ def test_another_result_is_found(shown: tuple[Path, Path], tmp_path: Path) -> No
         cell.write_text(kept)
 
 
+def test_another_machines_set_is_shown_after_the_first(tmp_path: Path) -> None:
+    analysis_store.write_cell(tmp_path, "base", [100.0, 104.0, 96.0])
+    (tmp_path / "results").rename(tmp_path / "results_x1")
+    analysis_store.write_cell(tmp_path, "base", [50.0, 52.0, 48.0])
+    file, results = tmp_path / "README.md", tmp_path / "results"
+    file.write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    written = [path.relative_to(tmp_path).as_posix() for path in readme.write(file, results)]
+    assert written == ["README.md", "results/figures/tp_scaling.png", "results_x1/figures/tp_scaling.png"]
+    first, _, other = file.read_text().partition("**Another machine, x1.** 1 cells on a CPU, 2 cores")
+    assert "| base | 50.0" in first
+    assert "| base | 100.0" in other
+    assert "`python -m analysis table results_x1`" in other
+    assert 'src="results_x1/figures/tp_scaling.png"' in other
+    assert readme.differences(file, results) == []
+    (tmp_path / "results_x1" / "figures" / "old.png").write_bytes(b"")
+    assert len(readme.differences(file, results)) == 1
+
+
 def test_an_empty_set_says_how_to_fill_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "README.md"
     file.write_text(f"{readme.BEGIN}\n{readme.END}\n")
