@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from analysis.load import load
+from experiments.provenance import REPO
 from tessa.errors import UserError
 
 
@@ -105,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("--experiment", help="one experiment; default: all")
     compared.add_argument("--json", action="store_true", help="as one JSON object")
     compared.add_argument(
-        "--threshold", type=float, default=None, help="least change that counts, default 0.03"
+        "--threshold", type=_threshold, default=None, help="least change that counts, default 0.03"
     )
     compared.add_argument("--fail", action="store_true", help="exit with 1 if anything got worse or was lost")
     text = "copy a results folder into a small one for git, without logs and names of the machine"
@@ -128,10 +129,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("results_dir", "a", "b", "results"):
             if (folder := getattr(args, name, None)) is not None and not folder.is_dir():
                 raise UserError(f"{folder} is no folder; give one that runs wrote, such as results")
+        _check_experiment(args)
         return _COMMANDS[args.command](args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _check_experiment(args: argparse.Namespace) -> None:
+    """UserError where `--experiment` names one that neither is known nor has results in the folders."""
+    if (name := getattr(args, "experiment", None)) is None:
+        return
+    from analysis import figures
+
+    folders = [
+        folder for key in ("results_dir", "a", "b") if (folder := getattr(args, key, None)) is not None
+    ]
+    known = {file.stem for file in (REPO / "conf" / "experiment").glob("*.yaml")} | set(figures.EXPERIMENTS)
+    if name in known or any((folder / name).is_dir() for folder in folders):
+        return
+    from experiments.config import unknown
+
+    raise UserError(unknown("--experiment", name, sorted(known)))
+
+
+def _threshold(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text}: give 0 or more, such as 0.03 for 3 %")
+    return value
 
 
 def _table(args: argparse.Namespace) -> int:

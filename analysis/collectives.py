@@ -91,8 +91,8 @@ def over_size(rows: pd.DataFrame) -> Figure:
                 axes.plot(
                     x[held], one.seconds[held] * 1e6, "o", mfc="white", color=colour, ms=4, label="held out"
                 )
-            crowded = " (cores shared)" if bool(mine.oversubscribed.astype(bool).any()) else ""
-            axes.set_title(f"{NAMES[transport]}, {n} ranks{crowded}")
+            crowded = ", which share cores" if bool(mine.oversubscribed.astype(bool).any()) else ""
+            axes.set_title(f"{NAMES[transport]}\n{n} ranks{crowded}")
             axes.set(xscale="log", yscale="log")
             if i == len(ranks) - 1:
                 axes.set_xlabel("message (KiB)")

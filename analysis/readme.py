@@ -199,9 +199,8 @@ def _source(frame: pd.DataFrame, results: Path, folder: str) -> str:
     cells = len(good.drop_duplicates(["experiment", "cell"]))
     return (
         f"{cells} cells on {machines}{memory}; {packages}; commit {commits}, clean tree; {checked}; "
-        "± are 95 % intervals; the brackets of a claim hold together with 95 %, those of several claims do not. "
-        "All numbers: "
-        f"`python -m analysis table {Path(folder).parent.as_posix()}`."
+        "± are 95 % intervals. "
+        f"All numbers: `python -m analysis table {Path(folder).parent.as_posix()}`."
     )
 
 
@@ -328,7 +327,8 @@ def _rounds(part: pd.DataFrame) -> str:
 
 
 def _claims(rows: list[dict[str, Any]]) -> str:
-    lines = ["| claim | paper | here | provenance | where | verdict |", "|---" * 6 + "|"]
+    lines = ["The brackets of a claim hold together with 95 %, those of several claims do not:", ""]
+    lines += ["| claim | paper | here | provenance | where | verdict |", "|---" * 6 + "|"]
     for row in rows:
         # The best of many settings says little without the one that it was seen in.
         where = [row["note"], row["setting"]] if row["id"] == "C6" else [row["note"]]

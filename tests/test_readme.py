@@ -68,7 +68,9 @@ def _no_engine(*_: object) -> None:
 
 
 def analysis(command: str, folder: Path) -> None:
-    (folder / "results" / "reference").mkdir(parents=True, exist_ok=True)
+    for stored in (REPO / "results").glob("reference*"):
+        if not stored.name.startswith("reference-run"):
+            (folder / "results" / stored.name).mkdir(parents=True, exist_ok=True)
     if words(command)[3] == "readme":
         shutil.copy(REPO / "README.md", folder)
     assert analysis_main(words(command)[3:]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import analysis_store
 import numpy as np
@@ -179,6 +180,26 @@ def test_no_command_takes_a_file_or_nothing_for_an_empty_folder(command, tmp_pat
             f"error: {tmp_path / name} is no folder; give one that runs wrote, such as results"
         ]
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("command", ["table", "figures", "compare"])
+def test_an_experiment_that_nobody_knows_is_named_with_the_known_ones(command, stores, capsys):
+    folders = list(map(str, stores[: 2 if command == "compare" else 1]))
+    assert main([command, *folders, "--experiment", "tp_scalin"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: --experiment=tp_scalin is not known; did you mean 'tp_scaling'? Known values: "
+    )
+    assert "quality_metamath" in line
+    Path(folders[0], "mine").mkdir()
+    assert main([command, *folders, "--experiment", "mine"]) == 0
+    Path(folders[0], "mine").rmdir()
+
+
+def test_a_threshold_below_0_is_refused(stores, capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", *map(str, stores), "--threshold", "-1"])
+    assert "give 0 or more" in capsys.readouterr().err
 
 
 def test_an_export_of_nothing_is_refused(tmp_path, capsys):
