@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import provenance
+from experiments.kinds import check_kinds
 from experiments.stopping import StopSignals
 from experiments.store import Store
 from tessa.errors import UserError
@@ -39,7 +40,8 @@ _NOT_SHORTENED = {
 
 
 def spec_from(kind: type[Any], values: dict[str, Any]) -> Any:
-    """`kind(**values)` with lists as tuples. UserError names an unknown setting and the known ones."""
+    """`kind(**values)` with lists as tuples. UserError names an unknown setting and the known ones, or a value of a
+    wrong type."""
     names = [f.name for f in fields(kind)]
     for key in values:
         if key not in names:
@@ -48,11 +50,8 @@ def spec_from(kind: type[Any], values: dict[str, Any]) -> Any:
             raise UserError(
                 f"unknown setting 'study.{key}'{hint} Known settings there: {', '.join(sorted(names))}"
             )
-    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    try:
-        return kind(**plain)
-    except TypeError as error:
-        raise UserError(f"study: a value has the wrong type ({error})") from error
+    check_kinds(kind, values, "study")
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 def execute(config: RunConfig, mode: str = "run", report: Report | None = None) -> int:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from experiments.kinds import check_counts, check_lists
 from experiments.projection.shapes import ModelShape, fused_linears, model_shape
 from tessa.errors import UserError
 
@@ -75,10 +76,7 @@ class LayerStepSpec:
             values = getattr(self, name)
             if isinstance(values, str) or not values or set(values) - set(known):
                 raise UserError(f"{name}={values!r}: give a list of {', '.join(known)}")
-            if repeated := [value for value in known if list(values).count(value) > 1]:
-                raise UserError(f"{name}={list(values)} names {repeated[0]} twice; give each once")
-        if not self.models:
-            raise UserError("models is empty; give at least one, such as llama-3.1-8b")
+        check_lists(self, "models", "tps", "backends", "phases")
         if "base" not in self.backends:
             raise UserError(
                 f"backends={list(self.backends)} lacks base, from which every adapter cost is reckoned; add base to "
@@ -87,9 +85,11 @@ class LayerStepSpec:
         for name, value, allowed in (("device", self.device, DEVICES), ("dtype", self.dtype, DTYPES)):
             if value not in allowed:
                 raise UserError(f"{name}={value!r} is unknown; allowed: {', '.join(allowed)}")
-        for name in ("batch", "context", "prompts", "prompt_tokens", "rank", "distinct", "rounds", "repeats"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} is too small: give 1 or more")
+        check_counts(
+            self, "batch", "context", "prompts", "prompt_tokens", "rank", "distinct", "rounds", "repeats"
+        )
+        check_counts(self, "sweep_tp", "tps", "batches", "ranks", "distincts", "residents")
+        check_counts(self, "resident", "layers", "scale")
         if not 0 <= self.base_fraction < 1:
             raise UserError(f"base_fraction={self.base_fraction} must lie in [0, 1)")
         for model in self.models:

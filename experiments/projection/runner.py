@@ -16,9 +16,16 @@ from pathlib import Path
 import pandas as pd
 
 from experiments import provenance
+from experiments.kinds import check_counts, check_lists
 from experiments.projection.bands import COLLECTIVE_RATIO, LAYER_RATIO, cost_estimate, speedup_estimate
 from experiments.projection.bands import step_estimate as estimate
-from experiments.projection.hardware import ADAPTER_KERNELS, ADAPTER_KERNELS_FAST, ADAPTER_KERNELS_SLOW, HOST
+from experiments.projection.hardware import (
+    ADAPTER_KERNELS,
+    ADAPTER_KERNELS_FAST,
+    ADAPTER_KERNELS_SLOW,
+    HOST,
+    gpu_named,
+)
 from experiments.projection.ops import BYTES
 from experiments.projection.reference import find_reference
 from experiments.projection.shapes import fused_linears, model_shape
@@ -54,6 +61,14 @@ class ProjectionSpec:
     residents: Sequence[int] = (8, 16, 32, 64, 128, 256)
     prefill_shares: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98)
     added_latencies_us: Sequence[float] = (0.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
+
+    def __post_init__(self) -> None:
+        check_lists(self, "models", "gpus", "tps", "backends", "custom_all_reduce")
+        check_counts(self, "batch", "context", "rank", "distinct", "sweep_tp", "tps")
+        for model in self.models:
+            model_shape(model)
+        for gpu in self.gpus:
+            gpu_named(gpu)
 
 
 def _splits(model: str, tp: int) -> bool:

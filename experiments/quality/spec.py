@@ -171,13 +171,19 @@ class QualityCell:
 
 
 def check(spec: QualitySpec) -> QualitySpec:
-    """The spec itself; UserError for a value that is out of range or unknown."""
+    """The spec itself; UserError for a value that is out of range or unknown.
+
+    Types are `experiments.studies.spec_from`'s matter.
+    """
 
     def known(what: str, value: Any, allowed: tuple[str, ...]) -> None:
         if value not in allowed:
             raise UserError(f"study.{what}={value!r} is not known; allowed: {', '.join(allowed)}")
 
-    check_types(spec)
+    if spec.model not in ("skills", "smollm2") and "/" not in spec.model and not Path(spec.model).is_dir():
+        raise UserError(
+            f"study.model={spec.model} is not known; allowed: skills, smollm2, a folder, or a hub id such as org/name"
+        )
     known("protocol", spec.protocol, PROTOCOLS)
     known("targets", spec.targets, tuple(TARGETS))
     known("loss_on", spec.loss_on, ("answer", "all"))
@@ -214,50 +220,6 @@ def check(spec: QualitySpec) -> QualitySpec:
     if (spec.study_methods or spec.study_targets) and spec.study_budget is None:
         raise UserError("study.study_budget is missing; study_methods and study_targets are trained at it")
     return spec
-
-
-def check_types(spec: QualitySpec) -> None:
-    """UserError for a value that is no number where one is asked for, or for a model that cannot be one."""
-
-    def number(key: str, value: Any, whole: bool, optional: bool = False) -> None:
-        allowed = (int,) if whole else (int, float)
-        if not (optional and value is None) and (not isinstance(value, allowed) or isinstance(value, bool)):
-            raise UserError(f"study.{key}={value} is not a {'whole ' * whole}number; give one")
-
-    for key in (
-        "search_seed",
-        "steps",
-        "batch",
-        "eval_batch",
-        "max_length",
-        "blocks",
-        "shards",
-        "workers",
-        "threads",
-    ):
-        number(key, getattr(spec, key), True)
-    for key in (
-        "study_budget",
-        "train_examples",
-        "validation_examples",
-        "test_examples",
-        "bd_rank",
-        "max_cells",
-    ):
-        number(key, getattr(spec, key), True, optional=True)
-    for key in ("warmup", "weight_decay", "clip", "alpha"):
-        number(key, getattr(spec, key), False)
-    number("limit_s", spec.limit_s, False, optional=True)
-    for key in ("budgets", "seeds"):
-        for value in getattr(spec, key):
-            number(key, value, True)
-    for method, values in spec.learning_rates.items():
-        for value in values:
-            number(f"learning_rates.{method}", value, False)
-    if spec.model not in ("skills", "smollm2") and "/" not in spec.model and not Path(spec.model).is_dir():
-        raise UserError(
-            f"study.model={spec.model} is not known; allowed: skills, smollm2, a folder, or a hub id such as org/name"
-        )
 
 
 def parse(method: str) -> tuple[str, str | None, str | None]:

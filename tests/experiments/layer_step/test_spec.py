@@ -49,6 +49,8 @@ def test_a_batch_has_at_most_one_adapter_a_sequence() -> None:
         ({"models": ("llama",)}, "unknown model shape"),
         ({"tps": (3,)}, "allowed: 1, 2, 4"),
         ({"batch": 0}, "give 1 or more"),
+        ({"scale": 0}, "scale=0 is too small"),
+        ({"ranks": (8, 0)}, "ranks=0 is too small"),
         ({"base_fraction": 1.0}, r"\[0, 1\)"),
     ],
 )

@@ -100,6 +100,22 @@ def test_bands_hold_the_value() -> None:
 SMALL = ProjectionSpec(models=("llama-3.1-8b",), gpus=("h100",), tps=(1, 8, 3))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": ()}, "models is empty; give at least one, such as llama-3.1-8b"),
+        ({"models": ("x",)}, "unknown model shape 'x'"),
+        ({"gpus": ("x",)}, "unknown GPU 'x'"),
+        ({"tps": (1, 1)}, r"tps=\[1, 1\] names 1 twice"),
+        ({"tps": (0,)}, "tps=0 is too small"),
+        ({"rank": 0}, "rank=0 is too small"),
+    ],
+)
+def test_a_mistake_names_what_is_allowed(change: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ProjectionSpec(**change)
+
+
 def test_run_writes_all_files_and_skips_tp_that_does_not_split(tmp_path: Path) -> None:
     out = run(SMALL, tmp_path / "projection")
     frame = pd.read_parquet(out / "projection.parquet")

@@ -12,6 +12,7 @@ from experiments.quality import skills
 from experiments.quality import spec as trials
 from experiments.quality.base import BaseSettings
 from experiments.quality.spec import QualitySpec, Structure, Trial
+from experiments.studies import spec_from
 from tessa.errors import UserError
 
 RATES = {"full": [1e-3], "lora": [1e-3, 1e-2], "bd_lora": [1e-2], "tessa": [1e-3, 3e-3, 1e-2]}
@@ -41,8 +42,11 @@ def test_structures_are_curves_then_studies_each_once():
     ("changes", "said"),
     [
         ({"steps": "abc"}, "study.steps=abc is not a whole number"),
-        ({"seeds": ("a",)}, "study.seeds=a is not a whole number"),
-        ({"budgets": (2.5,)}, "study.budgets=2.5 is not a whole number"),
+        ({"seeds": ["a"]}, "study.seeds=a is not a whole number"),
+        ({"seeds": 3}, "study.seeds=3 is no list; give one, such as study.seeds=[3]"),
+        ({"limit_s": True}, "study.limit_s=True is not a number"),
+        ({"learning_rates": [0.1]}, "study.learning_rates=[0.1] is no mapping"),
+        ({"budgets": [2.5]}, "study.budgets=2.5 is not a whole number"),
         ({"warmup": "x"}, "study.warmup=x is not a number"),
         ({"learning_rates": {"lora": ["abc"]}}, "study.learning_rates.lora=abc is not a number"),
         ({"model": "smol"}, "study.model=smol is not known; allowed: skills, smollm2"),
@@ -50,7 +54,12 @@ def test_structures_are_curves_then_studies_each_once():
 )
 def test_a_value_of_another_kind_is_refused(changes, said):
     with pytest.raises(UserError, match=re.escape(said)):
-        spec(**changes)
+        trials.check(spec_from(QualitySpec, changes))
+
+
+def test_numbers_and_nothing_fit_where_they_may():
+    made = spec_from(QualitySpec, {"limit_s": 3, "bd_rank": None, "warmup": 0, "seeds": [1, 2]})
+    assert (made.limit_s, made.bd_rank, made.seeds) == (3, None, (1, 2))
 
 
 def test_rates_are_searched_where_there_is_a_choice():
