@@ -36,7 +36,7 @@ import numpy as np
 import pandas as pd
 
 from experiments import provenance
-from experiments.bench_rows import store
+from experiments.bench_rows import check_least, store, user_errors_in_a_line
 from experiments.projection.links import calls_per_layer, per_layer, predict
 from tessa.errors import UserError
 
@@ -264,6 +264,7 @@ def run(transports: Sequence[str], tps: Sequence[int], out: Path, rounds: int) -
     return store(pd.concat(frames, ignore_index=True), "collectives", out, git)
 
 
+@user_errors_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.bench_collectives", description=(__doc__ or "").split("\n")[0]
@@ -293,11 +294,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.rank_file is not None:
         rank_main(json.loads(arguments.rank_file.read_text()))
         return 0
-    try:
-        rows = run(arguments.transports, arguments.tp, arguments.out, arguments.rounds)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check_least(arguments, rounds=1)
+    if min(arguments.tp) < 2:
+        raise UserError(f"--tp {min(arguments.tp)}: collectives need 2 ranks or more")
+    rows = run(arguments.transports, arguments.tp, arguments.out, arguments.rounds)
     found = predict(rows)
     links = found.drop_duplicates(["transport", "ranks", "kind"])
     held = found[found.held_out].assign(error=lambda f: (f.ratio - 1).abs())

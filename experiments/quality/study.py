@@ -26,8 +26,11 @@ from tessa.errors import UserError
 
 EXIT_OK, EXIT_FAILED = 0, 1
 COSTS = ("training_s", "training_cpu_s", "evaluation_s", "peak_memory_bytes", "train_loss")
-GUESS_S = {"cpu": 15.0, "cuda": 3600.0}
+GUESS_GPU_S = 3600.0
 """A training and its evaluation, where no stored cell tells."""
+GUESS_EXAMPLE_S = {"skills": 0.004, "smollm2": 0.14}
+GUESS_REST_S = 2.0
+"""The same on a CPU: an example of a training step by model (an unknown one as the larger), and the evaluation."""
 
 
 class Study:
@@ -139,7 +142,13 @@ def seconds_per_cell(study: Study, cells: Sequence[QualityCell]) -> float:
         summary = study.store.summary(cell.name, cell.hash)
         if summary and summary["status"] == "complete":
             walls.append(float(summary["rounds"][0]["wall_s"]))
-    return sum(walls) / len(walls) if walls else GUESS_S.get(study.device, GUESS_S["cuda"])
+    if walls:
+        return sum(walls) / len(walls)
+    if study.device != "cpu":
+        return GUESS_GPU_S
+    spec = study.spec
+    per_example = GUESS_EXAMPLE_S.get(spec.model, max(GUESS_EXAMPLE_S.values()))
+    return GUESS_REST_S + spec.steps * spec.batch * per_example
 
 
 def describe(cell: QualityCell) -> str:

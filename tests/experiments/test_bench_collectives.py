@@ -54,6 +54,21 @@ def test_a_transport_that_cannot_run_is_left_out_with_its_reason(
     assert not (tmp_path / "rows.csv").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--rounds", "0"], "--rounds is 0; give 1 or more"),
+        (["--tp", "2", "1"], "--tp 1: collectives need 2 ranks"),
+    ],
+)
+def test_too_little_is_refused(
+    given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main([*given, "--out", str(tmp_path / "o")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_two_ranks(
