@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -106,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("--experiment", help="one experiment; default: all")
     compared.add_argument("--json", action="store_true", help="as one JSON object")
     compared.add_argument(
-        "--threshold", type=_threshold, default=None, help="least change that counts, default 0.03"
+        "--threshold", type=change, default=None, help="least change that counts, default 0.03"
     )
     compared.add_argument("--fail", action="store_true", help="exit with 1 if anything got worse or was lost")
     text = "copy a results folder into a small one for git, without logs and names of the machine"
@@ -153,9 +154,10 @@ def _check_experiment(args: argparse.Namespace) -> None:
     raise UserError(unknown("--experiment", name, sorted(known)))
 
 
-def _threshold(text: str) -> float:
+def change(text: str) -> float:
+    """The type of `--threshold`."""
     value = float(text)
-    if not value >= 0:
+    if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: give 0 or more, such as 0.03 for 3 %")
     return value
 
@@ -165,8 +167,14 @@ def _table(args: argparse.Namespace) -> int:
 
     if args.adapters_of is not None:
         print(adapters.render(adapters.per_adapter(args.results_dir, args.adapters_of)))
-    else:
-        print(tables.render(load(args.results_dir, args.experiment)))
+        return 0
+    frame = load(args.results_dir, args.experiment)
+    print(tables.render(frame))
+    own = args.results_dir / str(args.experiment)
+    if frame.empty and own.is_dir():
+        print(
+            f"{own} keeps its numbers in files of its own: {', '.join(sorted(f.name for f in own.iterdir()))}"
+        )
     return 0
 
 
@@ -177,7 +185,7 @@ def _figures(args: argparse.Namespace) -> int:
     folder = args.out or args.results_dir / "figures"
     wanted = figures.EXPERIMENTS if args.experiment is None else (args.experiment,)
     done = figures.draw_all(frame, args.results_dir, folder, args.reference, wanted)
-    if frame.empty and not done.paths:
+    if args.experiment is None and frame.empty and not done.paths:
         print(f"no stored cells below {args.results_dir}; run an experiment first")
     for path in done.paths:
         print(path)
@@ -235,6 +243,8 @@ def _export(args: argparse.Namespace) -> int:
 def _readme(args: argparse.Namespace) -> int:
     from analysis import readme
 
+    if not args.readme.is_file():
+        raise UserError(f"{args.readme} is no file; give the README to write into")
     if not args.check:
         for path in readme.write(args.readme, args.results):
             print(path)

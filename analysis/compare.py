@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis import quality, style
+from analysis import quality, style, tables
 from analysis.claims.evidence import together
+from analysis.figures import marks
+from analysis.figures.save import distinct
 from analysis.load import load
 from analysis.ratios import between_stores
 from experiments.measure import metrics, stats
@@ -76,7 +78,8 @@ class Score:
 class Comparison:
     """rows: metrics of the cells that both sets completed. scores: of the structures that both trained. changed: cells
     whose status differs or that one lacks; those that B lost are regressions too. tables: studies that both sets have
-    and that are not compared. count, level: how many intervals there are, and the level of each, in percent."""
+    and that are not compared. count, level: how many intervals there are, and the level of each, in percent.
+    machines, commits: those of A's cells and of B's. settings: what the hashes of `rows` stand for, in words."""
 
     rows: list[Row]
     scores: list[Score]
@@ -85,6 +88,9 @@ class Comparison:
     tables: list[str]
     count: int
     level: float
+    machines: tuple[list[str], list[str]]
+    commits: tuple[list[str], list[str]]
+    settings: dict[str, str]
 
     @property
     def regressions(self) -> list[Row | Score]:
@@ -116,6 +122,9 @@ def compare(a: Path, b: Path, experiment: str | None = None, threshold: float = 
         sorted(_tables(a, experiment) & _tables(b, experiment)),
         count,
         100 * level,
+        (distinct(before, "machine"), distinct(after, "machine")),
+        (marks.commits(before), marks.commits(after)),
+        {str(mine["setting"].iloc[0]): tables.describe(mine) for mine, _ in cells},
     )
 
 
@@ -174,6 +183,8 @@ def _values(a: pd.DataFrame, b: pd.DataFrame) -> Iterator[tuple[pd.Series, str, 
     for metric in COMPARED:
         if metric not in a or metric not in b:
             continue
+        if metric == "adapter_cost" and (a["backend"] == "base").all():
+            continue  # base over itself
         left, right = (part[metric].dropna().astype(float).to_numpy() for part in (a, b))
         if metric == "adapter_cost":
             left, right = 1 - left, 1 - right
@@ -226,7 +237,15 @@ def as_text(found: Comparison, threshold: float = THRESHOLD) -> str:
     """A table of cells and one of scores with the regressions marked, then the cells that changed status."""
     if not (found.rows or found.scores or found.changed or found.lost or found.tables):
         return "no cells in either folder, or none in both"
-    lines = []
+    lines = [
+        f"{name}: {' and '.join(machines) or 'unknown machine'}; commit {', '.join(commits) or 'unknown'}"
+        for name, machines, commits in zip("AB", found.machines, found.commits, strict=True)
+    ]
+    if found.machines[0] != found.machines[1]:
+        lines.append(
+            "The machines differ: a faster or slower B says nothing about the code; adapter costs move with them too."
+        )
+    lines.append("")
     if found.rows:
         lines.append(
             f"{'experiment':<14}{'setting':<10}{'backend':<26}{'TP':>3}  {'metric':<20}{'A':>11}{'B':>11}  "
@@ -239,8 +258,13 @@ def as_text(found: Comparison, threshold: float = THRESHOLD) -> str:
             f"{row.experiment:<14}{row.setting:<10}{style.name(row.backend):<26}{row.tp:>3}  {row.metric:<20}"
             f"{row.a:>11.4g}{row.b:>11.4g}  {row.ratio:>6.3f} {interval:<16} {row.mark}".rstrip()
         )
+    lines += [
+        line
+        for setting, words in found.settings.items()
+        for line in textwrap.wrap(f"{setting}: {words}", 124, subsequent_indent=" " * 10)
+    ]
     if found.scores:
-        lines += [""] * bool(lines)
+        lines += [""] * bool(found.rows)
         lines.append(
             f"{'experiment':<14}{'setting':<10}{'structure':<26}{'r':>3}  {'score':<20}{'A, %':>11}{'B, %':>11}  "
             f"{'B-A':>6} {'interval':<16}"
@@ -261,7 +285,8 @@ def as_text(found: Comparison, threshold: float = THRESHOLD) -> str:
         lines.append(f"no comparison: tables of {', '.join(found.tables)}")
     marked, compared = len(found.regressions), len(found.rows) + len(found.scores)
     lines.append(f"{compared} comparisons, {marked} worse, {len(found.lost)} cells lost")
-    lines.append(textwrap.fill(_rule(found, threshold), 124))
+    if compared:
+        lines.append(textwrap.fill(_rule(found, threshold), 124))
     return "\n".join(lines)
 
 

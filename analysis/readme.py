@@ -200,7 +200,8 @@ def _source(frame: pd.DataFrame, results: Path, folder: str) -> str:
     return (
         f"{cells} cells on {machines}{memory}; {packages}; commit {commits}, clean tree; {checked}; "
         "± are 95 % intervals. "
-        f"All numbers: `python -m analysis table {Path(folder).parent.as_posix()}`."
+        f"All cells: `python -m analysis table {(place := Path(folder).parent.as_posix())}`; the studies' tables too: "
+        f"`python -m analysis report {place}`."
     )
 
 

@@ -150,7 +150,9 @@ def draw_all(
         elif (wanted["experiment"] == experiment).any():
             continue
         done.missing.append(
-            f"{experiment}: no results; make them with: python run.py experiment={experiment}"
+            f"{experiment}: no figure is drawn of it; its numbers are in {results / experiment}"
+            if (results / experiment).is_dir()
+            else f"{experiment}: no results; make them with: python run.py experiment={experiment}"
         )
     bad = wanted[wanted["status"] != "complete"].drop_duplicates(["experiment", "cell"])
     done.missing += [f"{row.folder}: {row.status}: {row.reason}" for row in bad.itertuples()]

@@ -33,6 +33,8 @@ def point(summary: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if config.get("device") != "cpu" or labels.get("wrong_by_design"):
         return None
+    if labels.get("measure") == "smoke":
+        return None  # its times say nothing about speed
     try:
         spec, shape = config["workload"]["spec"], config["model"]["architecture"]
         arrivals = spec["arrivals"]

@@ -182,6 +182,22 @@ def test_no_command_takes_a_file_or_nothing_for_an_empty_folder(command, tmp_pat
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_machines_commits_and_settings_are_named(stores):
+    a, b = stores
+    text = as_text(compare(a, b))
+    assert text.startswith("A: a CPU, 2 cores; commit ccccccc\nB: a CPU, 2 cores; commit ccccccc\n")
+    assert "The machines differ" not in text
+    for file in b.rglob("summary.json"):
+        said = json.loads(file.read_text())
+        said["environment"]["hardware"]["cpu"] = "another CPU"
+        file.write_text(json.dumps(said))
+    found = compare(a, b)
+    assert "\nThe machines differ" in as_text(found)
+    assert found.settings.keys() == {row.setting for row in found.rows}
+    assert all(f"{setting}: {words[:20]}" in as_text(found) for setting, words in found.settings.items())
+    assert not [row for row in found.rows if row.backend == "base" and row.metric == "1 - adapter_cost"]
+
+
 @pytest.mark.parametrize("command", ["table", "figures", "compare"])
 def test_an_experiment_that_nobody_knows_is_named_with_the_known_ones(command, stores, capsys):
     folders = list(map(str, stores[: 2 if command == "compare" else 1]))

@@ -117,6 +117,7 @@ def test_another_machines_set_is_shown_after_the_first(tmp_path: Path) -> None:
     assert "| base | 50.0" in first
     assert "| base | 100.0" in other
     assert "`python -m analysis table results_x1`" in other
+    assert "`python -m analysis report results_x1`" in other
     assert 'src="results_x1/figures/tp_scaling.png"' in other
     assert readme.differences(file, results) == []
     (tmp_path / "results_x1" / "figures" / "old.png").write_bytes(b"")

@@ -118,6 +118,13 @@ def test_cells_that_say_nothing_about_the_machine_are_left_out(change: str, valu
     assert own_cells.point({**summary("a", "slora", 2, 4, 16), change: value}) is None
 
 
+def test_smoke_says_nothing_about_speed() -> None:
+    cell = summary("a", "tessa", 1, 8, 64)
+    assert own_cells.point(cell) is not None
+    cell["labels"]["measure"] = "smoke"
+    assert own_cells.point(cell) is None
+
+
 def test_oversubscribed_and_open_loop_cells_are_left_out() -> None:
     assert own_cells.point(summary("a", "slora", 4, 4, 16)) is None
     poisson = summary("a", "slora", 2, 4, 16)
