@@ -100,7 +100,9 @@ def over_size(rows: pd.DataFrame) -> Figure:
                 axes.set_ylabel("µs")
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle(f"Measured on {rows.machine.iloc[0]}; alpha-beta fitted to the filled points", fontsize=8)
+    figure.suptitle(
+        f"Measured on {rows.machine.iloc[0]}; alpha-beta fitted robustly to the filled points", fontsize=8
+    )
     return figure
 
 

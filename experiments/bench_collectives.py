@@ -221,7 +221,7 @@ def measure(transport: str, ranks: int, rounds: int = ROUNDS) -> pd.DataFrame:
         try:
             codes = [child.wait(TIMEOUT_S) for child in children]
         except subprocess.TimeoutExpired:
-            codes = [1]
+            raise RuntimeError(f"timed out after {TIMEOUT_S:.0f} s") from None
         finally:
             for child in children:
                 if child.poll() is None:
@@ -234,7 +234,7 @@ def measure(transport: str, ranks: int, rounds: int = ROUNDS) -> pd.DataFrame:
             last = [
                 line.partition("RuntimeError: ")[2] or line for t in texts for line in t.splitlines()[-1:]
             ]
-            raise RuntimeError("; ".join(dict.fromkeys(last)) or "timed out")
+            raise RuntimeError("; ".join(dict.fromkeys(last)) or f"a rank ended with status {max(codes)}")
         timed = [json.loads((folder / f"{rank}.out").read_text()) for rank in range(ranks)]
     slowest = pd.DataFrame([[max(r) for r in zip(*each, strict=True)] for each in zip(*timed, strict=True)])
     cores = len(os.sched_getaffinity(0))
@@ -255,6 +255,7 @@ def run(transports: Sequence[str], tps: Sequence[int], out: Path, rounds: int) -
     frames = []
     for transport in transports:
         for ranks in tps:
+            print(f"timing {transport}, {ranks} ranks", file=sys.stderr, flush=True)
             try:
                 frames.append(measure(transport, ranks, rounds))
             except (UserError, RuntimeError) as error:

@@ -44,8 +44,9 @@ class Failure:
     def of(error: Exception, phase: str) -> Failure:
         kind = getattr(error, "kind", "failed")
         reason = getattr(error, "reason", None) or f"{type(error).__name__}: {error}"
+        reason = str(reason).removeprefix(f"{phase}: ")  # the engine's own words may name its command
         detail = getattr(error, "traceback", None) or "".join(traceback.format_exception(error))
-        return Failure(kind if kind in ("failed", "timeout") else "failed", phase, str(reason), str(detail))
+        return Failure(kind if kind in ("failed", "timeout") else "failed", phase, reason, str(detail))
 
 
 @dataclass

@@ -155,7 +155,7 @@ STEPS = (
         10,
         lacks_smollm2,
     ),
-    Step("collectives", (), 2, module="experiments.bench_collectives"),
+    Step("collectives", (), 5, module="experiments.bench_collectives"),
     Step("schedules", ("--threads", "1"), 3, module="experiments.bench_schedules"),
     Step("lora_ops", (), 3, module="experiments.bench_lora_ops"),
     Step("training", (), 2, module="experiments.bench_training"),

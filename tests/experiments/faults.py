@@ -39,23 +39,21 @@ def _in_round(name: str, behaviour: str, words: str, status: str = "failed") -> 
 
 ENDED = "the engine's process ended with"
 ENGINE = (
-    _at_start("refuses to start", "refuse", "start: ValueError: no such thing"),
-    _at_start("exits while it loads", "exit", f"start: {ENDED} status 3"),
-    _at_start("is killed while it loads", "kill", f"start: {ENDED} signal SIGKILL"),
-    _at_start("crashes while it loads", "segfault", f"start: {ENDED} signal SIGSEGV"),
-    _at_start(
-        "has no memory for the model", "memory", f"start: {ENDED} signal SIGKILL: torch.OutOfMemoryError"
-    ),
-    _at_start("hangs while it loads", "hang", "start: no answer from the engine within", "timeout"),
-    _at_start("is stopped while it loads", "stopped", "start: no answer from the engine within", "timeout"),
-    _at_start("port in use", "port", "start: OSError: [Errno 98] Address already in use"),
-    _at_start("one of many adapters is broken", "adapter", "start: ValueError: adapter 'adapter-0002'"),
-    _at_start("answers nonsense", "garbage", "start: an answer that is not JSON"),
-    _at_start("closes its end and lives on", "deaf", "start: the engine's process no longer answers"),
+    _at_start("refuses to start", "refuse", "ValueError: no such thing"),
+    _at_start("exits while it loads", "exit", f"{ENDED} status 3"),
+    _at_start("is killed while it loads", "kill", f"{ENDED} signal SIGKILL"),
+    _at_start("crashes while it loads", "segfault", f"{ENDED} signal SIGSEGV"),
+    _at_start("has no memory for the model", "memory", f"{ENDED} signal SIGKILL: torch.OutOfMemoryError"),
+    _at_start("hangs while it loads", "hang", "no answer from the engine within", "timeout"),
+    _at_start("is stopped while it loads", "stopped", "no answer from the engine within", "timeout"),
+    _at_start("port in use", "port", "OSError: [Errno 98] Address already in use"),
+    _at_start("one of many adapters is broken", "adapter", "ValueError: adapter 'adapter-0002'"),
+    _at_start("answers nonsense", "garbage", "an answer that is not JSON"),
+    _at_start("closes its end and lives on", "deaf", "the engine's process no longer answers"),
     _at_gate("gives wrong outputs", "wrong", "wrong outputs: adapter 2 is off by 3.0", "incorrect"),
-    _at_gate("fails in the gate", "refuse", "gate: ValueError: no such thing"),
-    _at_gate("is killed in the gate", "kill", f"gate: {ENDED} signal SIGKILL"),
-    _at_gate("hangs in the gate", "hang", "gate: no answer from the engine within", "timeout"),
+    _at_gate("fails in the gate", "refuse", "ValueError: no such thing"),
+    _at_gate("is killed in the gate", "kill", f"{ENDED} signal SIGKILL"),
+    _at_gate("hangs in the gate", "hang", "no answer from the engine within", "timeout"),
     Fault(
         "fails in warm-up",
         "warmup",
