@@ -6,6 +6,7 @@ caching on, adapters of different widths, offsets, placements and target modules
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from experiments import models
 from experiments.backends import known_backends, resolve
 from experiments.engine import gate as gating
 from experiments.engine.parent import make_engine
+from experiments.engine.processes import ProcessTree
 from experiments.engine.setup import COMMON_ENV, cpu_env
 from experiments.grid import EngineGroup, engine_identity
 from experiments.measure.types import records_from_frame
@@ -184,12 +186,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Se
                 continue
         yield Server(url, model, folders, expected, prompts)
     finally:
+        tree = ProcessTree(process.pid, mark="")
+        tree.remember_shared_memory()  # ranks that share memory leave it behind when vLLM ends itself
         process.send_signal(signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        tree.kill()
+        process.wait()
 
 
 def test_adapters_given_at_start_equal_merged_weights(server: Server) -> None:
