@@ -241,7 +241,7 @@ def as_text(found: Comparison, threshold: float = THRESHOLD) -> str:
         f"{name}: {' and '.join(machines) or 'unknown machine'}; commit {', '.join(commits) or 'unknown'}"
         for name, machines, commits in zip("AB", found.machines, found.commits, strict=True)
     ]
-    if found.machines[0] != found.machines[1]:
+    if all(found.machines) and found.machines[0] != found.machines[1]:
         lines.append(
             "The machines differ: a faster or slower B says nothing about the code; adapter costs move with them too."
         )
