@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from baselines.grouped_ops import grouped_product, per_adapter_product
-from tessa.ops import compiled
+from baselines import grouped_ops
 from tessa.vllm.wrapper import RoutingWrapper
 
 
 class GroupedWrapper(RoutingWrapper):
     """Shrink and expand over rows grouped by adapter; shapes and in-place semantics are those of vLLM's wrapper."""
 
-    compiled = True
+    per_adapter = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,31 +29,13 @@ class GroupedWrapper(RoutingWrapper):
         """Make the A factors of a fused layer, views of ``joint [S, n, r, d_in]``, known as one operand."""
         self._joint[joint.data_ptr()] = joint.flatten(1, 2)
 
-    def product(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """``rows[i] @ weights[slot_i]^T``; rows ``[n, k]`` in slot order, weights ``[S, m, k]``, result ``[n, m]``."""
-        return grouped_product(rows, weights, self.step)
-
-    def shrink(self, x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """``[n, m]`` in slot order from ``x [T, k]`` and ``a [S, m, k]``."""
-        if self.compiled and compiled.usable(self.step, a.shape[1], x, a):
-            return compiled.dot_rows(x, a.shape[1], a, self.step)
-        return self.product(self.step.gather(x), a)
-
-    def expand(self, y: torch.Tensor, start: int, values: torch.Tensor, first: int, b: torch.Tensor) -> None:
-        """Add ``values[:, first:first+r] @ b^T`` to ``y[:, start:start+d]``; values in slot order, b ``[S, d, r]``."""
-        size, rank = b.shape[1:]
-        transposed = b.transpose(1, 2)
-        if self.compiled and compiled.usable(self.step, rank, y, values, transposed):
-            compiled.add_combined(y, start, values, first, rank, transposed, self.step)
-        else:
-            self.step.add_rows(y[:, start : start + size], self.product(values[:, first : first + rank], b))
-
     def _shrunk(self, x: torch.Tensor, lora_a: Sequence[torch.Tensor]) -> torch.Tensor:
         """All projections side by side, ``[n, parts * r]`` in slot order."""
         joint = self._joint.get(lora_a[0].data_ptr())
         if joint is not None:
-            return self.shrink(x, joint)
-        return torch.cat([self.shrink(x, a.squeeze(1)) for a in lora_a], dim=1)
+            return grouped_ops.shrink(x, joint, self.step, self.per_adapter)
+        shrunk = (grouped_ops.shrink(x, a.squeeze(1), self.step, self.per_adapter) for a in lora_a)
+        return torch.cat(list(shrunk), dim=1)
 
     def _expand_all(
         self,
@@ -66,7 +47,7 @@ class GroupedWrapper(RoutingWrapper):
     ) -> None:
         rank = values.shape[1] // len(lora_b)
         for i, (b, size) in enumerate(zip(lora_b, sizes, strict=True)):
-            self.expand(y, start, values, i * rank, b.squeeze(1))
+            grouped_ops.expand(y, start, values, i * rank, b.squeeze(1), self.step, self.per_adapter)
             start += size
 
     def add_shrink(
@@ -123,17 +104,11 @@ class GroupedWrapper(RoutingWrapper):
 class PerAdapterWrapper(GroupedWrapper):
     """One pair of dense products per distinct adapter, as PEFT runs a mixed batch."""
 
-    compiled = False
-
-    def product(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return per_adapter_product(rows, weights, self.step)
+    per_adapter = True
 
 
 class NoComputeWrapper(GroupedWrapper):
     """Leaves every adapter product out; what remains is what adapters cost without their arithmetic."""
-
-    def product(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return rows.new_zeros(rows.shape[0], weights.shape[1])
 
     def add_shrink(self, *args: Any, **kwargs: Any) -> None:
         return None

@@ -1,11 +1,46 @@
-"""Products over rows that are grouped by adapter slot, in plain torch; the LoRA baselines' ops without vLLM."""
+"""The LoRA baselines' ops on rows that are grouped by adapter slot, without vLLM: compiled kernels, which TESSA's ops
+use too, and library products where those do not apply."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
 
+from tessa.ops import compiled
 from tessa.ops.routing import Routing
+
+
+def shrink(x: torch.Tensor, a: torch.Tensor, step: Routing, per_adapter: bool = False) -> torch.Tensor:
+    """``[n, m]`` in slot order from ``x [T, k]`` and ``a [S, m, k]``.
+
+    `per_adapter`: with one library product per distinct adapter, whatever else applies.
+    """
+    if not per_adapter and compiled.usable(step.rows, a.shape[1], x, a):
+        return compiled.dot_rows(x, a.shape[1], a, step)
+    product = per_adapter_product if per_adapter else grouped_product
+    return product(step.gather(x), a, step)
+
+
+def expand(
+    y: torch.Tensor,
+    start: int,
+    values: torch.Tensor,
+    first: int,
+    b: torch.Tensor,
+    step: Routing,
+    per_adapter: bool = False,
+) -> None:
+    """Add ``values[:, first:first+r] @ b^T`` to ``y[:, start:start+d]``; values in slot order, b ``[S, d, r]``.
+
+    The compiled kernel reads B by its columns, so it takes a `b` that is stored transposed.
+    """
+    size, rank = b.shape[1:]
+    transposed = b.transpose(1, 2)
+    if not per_adapter and compiled.usable(step.rows, rank, y, values, transposed):
+        compiled.add_combined(y, start, values, first, rank, transposed, step)
+    else:
+        product = per_adapter_product if per_adapter else grouped_product
+        step.add_rows(y[:, start : start + size], product(values[:, first : first + rank], b, step))
 
 
 def grouped_product(rows: torch.Tensor, weights: torch.Tensor, step: Routing) -> torch.Tensor:

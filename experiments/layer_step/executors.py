@@ -21,7 +21,8 @@ from experiments.layer_step.lora_products import LoraFactors, LoraProducts, lora
 from experiments.layer_step.reference import add_lora, add_slice
 from experiments.layer_step.spec import Point
 from experiments.layer_step.stack import Stack
-from tessa.ops.products import GrowingProducts, StaticProducts, wide_limit
+from tessa.ops.gpu_schedule import wide_limit
+from tessa.ops.products import GrowingProducts, StaticProducts
 from tessa.ops.routing import route
 from tessa.ops.schedule import Schedule
 from tessa.ops.slots import aligned
@@ -124,7 +125,6 @@ class LoraExecutor(BaseExecutor):
             gpu,
             gpu and has_vllm() and stack.device.type == "cuda",
         )
-        self.kernels, self.graph = self.products.name, self.products.graph
         gen = torch.Generator(stack.device).manual_seed(seed)
         self.factors = [
             {name: self._factors(g, point, stack, gen) for name, g in self.geometry.items()}
@@ -133,6 +133,7 @@ class LoraExecutor(BaseExecutor):
         for layer in self.factors:
             for factors in layer.values():
                 self.products.register(factors)
+        self.kernels, self.graph = self.products.name, self.products.graph
         self.params, self.stored_params = (
             len(stack.layers) * sum(g.params for g in found.values()) for found in (own, self.geometry)
         )
@@ -228,7 +229,7 @@ class TessaExecutor(BaseExecutor):
         index = first + torch.arange(g.width, device=weight.device)
         delta = delta.to(weight.dtype)
         if self.gpu:
-            tokens = wide_limit(self.schedule, self.slots, g.width, length)
+            tokens = wide_limit(self.schedule.mode, self.slots, g.width, length)
             products: Any = StaticProducts(self.slots, g.width, g.axis, weight, tokens)
         else:
             products = GrowingProducts(

@@ -1,4 +1,4 @@
-"""The LoRA baselines' products: vLLM's Triton kernels, this project's, grouped ones on the CPU, one pair an adapter."""
+"""The LoRA baselines' products: vLLM's Triton kernels, this project's, those of the CPU, one pair an adapter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baselines.grouped_ops import grouped_product, per_adapter_product
+from baselines import grouped_ops
 from experiments.layer_step.geometry import LoraGeometry
+from tessa.ops import compiled
 from tessa.ops.routing import Routing, route
 from tessa.ops.step import step_buffers, step_meta
 
@@ -68,34 +69,49 @@ def _with_own(whole: Tensor, own: Tensor, join: bool) -> Tensor:
 
 
 class TorchProducts(LoraProducts):
-    """Rows sorted by slot, one library call per factor (`grouped`) or one per factor and adapter (`dense`)."""
+    """The ops that serve these baselines on the CPU (`baselines.grouped_ops`): `compiled` kernels or `grouped` library
+    products, as the shape decides; or one product per factor and adapter (`dense`)."""
 
-    def __init__(self, device: torch.device, slots: int, per_adapter: bool) -> None:
-        self.name = "dense" if per_adapter else "grouped"
+    def __init__(self, device: torch.device, tokens: int, slots: int, per_adapter: bool) -> None:
         # Its products' shapes follow the batch, so a captured graph would be of one batch alone.
         self.graph = not per_adapter
-        self.product = per_adapter_product if per_adapter else grouped_product
-        self.device, self.slots, self.per_adapter = device, slots, per_adapter
+        self.device, self.tokens, self.slots, self.per_adapter = device, tokens, slots, per_adapter
+        self.name = "dense" if per_adapter else ""
         self.step: Routing
 
+    def register(self, factors: LoraFactors) -> None:
+        # B is stored transposed, as the served baselines store it.
+        factors.b_list = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in factors.b_parts()]
+        if not self.per_adapter:
+            ran = {"compiled" if found else "grouped" for found in self._compiled(factors)}
+            self.name = "+".join(sorted({*filter(None, self.name.split("+")), *ran}))
+
+    def _compiled(self, factors: LoraFactors) -> tuple[bool, bool]:
+        """Whether shrink and expand run compiled kernels."""
+        pairs = (factors.a.shape[1], factors.a), (factors.geometry.whole, factors.b)
+        shrink, expand = (
+            not self.per_adapter and compiled.usable(self.tokens, width, weights) for width, weights in pairs
+        )
+        return shrink, expand
+
     def launches(self, factors: LoraFactors, distinct: int) -> int:
-        parts = len(factors.geometry.outs)
+        """A gather, a product and an addition where a library runs; a compiled kernel does all three."""
         products = distinct if self.per_adapter else 1
-        return 1 + products * (1 + parts) + parts
+        shrink, expand = (1 if found else 1 + products for found in self._compiled(factors))
+        return shrink + expand * len(factors.geometry.outs)
 
     def prepare(self, token_slot: Tensor) -> None:
         self.step = route(token_slot.cpu().long(), self.slots).to(self.device)
 
     def shrink(self, x: Tensor, factors: LoraFactors) -> Tensor:
         """[rows, n, inner] in slot order."""
-        inner = self.product(self.step.gather(x), factors.a, self.step)
+        inner = grouped_ops.shrink(x, factors.a, self.step, self.per_adapter)
         return inner.view(inner.shape[0], len(factors.geometry.outs), factors.geometry.inner)
 
     def expand(self, y: Tensor, inner: Tensor, factors: LoraFactors) -> None:
-        starts = factors.geometry.starts
-        for p, b in enumerate(factors.b_parts()):
-            update = self.product(inner[:, p].contiguous(), b, self.step)
-            self.step.add_rows(y[:, starts[p] : starts[p + 1]], update)
+        values, whole = inner.flatten(1), factors.geometry.whole
+        for p, (b, start) in enumerate(zip(factors.b_list, factors.geometry.starts, strict=False)):
+            grouped_ops.expand(y, start, values, p * whole, b, self.step, self.per_adapter)
 
     def gathered(self, inner: Tensor, factors: LoraFactors, join: bool) -> Tensor:
         assert factors.gathered is not None
@@ -191,5 +207,5 @@ def lora_products(
 ) -> LoraProducts:
     """The family that a backend runs on: `plain_lora` per adapter everywhere, the others grouped."""
     if backend == "plain_lora" or not gpu:
-        return TorchProducts(device, slots, per_adapter=backend == "plain_lora")
+        return TorchProducts(device, tokens, slots, per_adapter=backend == "plain_lora")
     return VllmProducts(device, tokens, slots) if vllm else TritonProducts(device, tokens, slots)

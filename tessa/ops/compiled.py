@@ -53,11 +53,11 @@ FIELDS = (
 CALL = np.dtype([(name, np.int64) for name in FIELDS.split()])
 
 
-def usable(routing: Routing, width: int, *tensors: Tensor) -> bool:
-    """Whether these kernels can and should compute a product; the tensors must be contiguous float32."""
+def usable(rows: int, width: int, *tensors: Tensor) -> bool:
+    """Whether these kernels can and should compute a product of `rows` rows; tensors must be contiguous float32."""
     return (
         njit is not None
-        and 0 < routing.rows * width <= MOST_WORK
+        and 0 < rows * width <= MOST_WORK
         and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
     )
 

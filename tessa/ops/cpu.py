@@ -36,7 +36,7 @@ def scatter_columns(y: torch.Tensor, part: SlotPart, routing: Routing, update: t
 
 def segmented_in(y: torch.Tensor, x: torch.Tensor, part: SlotPart, routing: Routing) -> None:
     """``y[t] += delta[s]^T x[t, index[s]]`` in place; x ``[T, d_in]``, y ``[T, d_out]``."""
-    if compiled.usable(routing, part.widest, x, y, part.delta):
+    if compiled.usable(routing.rows, part.widest, x, y, part.delta):
         compiled.segmented_in(y, x, part, routing)
         return
     sliced = gather_columns(x, part, routing)
@@ -49,7 +49,7 @@ def segmented_in(y: torch.Tensor, x: torch.Tensor, part: SlotPart, routing: Rout
 
 def segmented_out(y: torch.Tensor, x: torch.Tensor, part: SlotPart, routing: Routing) -> None:
     """``y[t, index[s]] += delta[s] x[t]`` in place."""
-    if compiled.usable(routing, part.widest, x, y, part.delta):
+    if compiled.usable(routing.rows, part.widest, x, y, part.delta):
         compiled.segmented_out(y, x, part, routing)
         return
     rows = routing.gather(x)

@@ -22,6 +22,7 @@ from experiments.layer_step.stack import build_caches, build_stack
 from experiments.projection.collectives import collective_s
 from experiments.projection.hardware import gpu_named
 from tessa.errors import UserError
+from tessa.ops import compiled
 
 TINY = LayerStepSpec(
     models=("llama-3.1-8b",), tps=(2,), sweep_tp=2, batch=6, context=5, prompts=2, prompt_tokens=96, rank=16,
@@ -128,6 +129,25 @@ def test_the_gate_sees_an_adapter_that_reaches_a_token_without_one() -> None:
     executor.prepare = lambda token_slot: prepare(everyone)  # type: ignore[method-assign]
     with pytest.raises(Incorrect, match="largest error"):
         check_products(executor, stack, DECODE, caches, inputs, slots)
+
+
+@pytest.mark.parametrize("backend", ["plain_lora", "punica", "slora", "bd_lora", "tessa:segmented"])
+def test_on_the_cpu_all_but_plain_lora_run_the_compiled_kernels_that_tessa_runs(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = build_stack(scaled_shape("llama-3.1-8b", 32), 2, 1, torch.float32, torch.device("cpu"), 0)
+    executor, gen = make_executor(backend, stack, DECODE, 3), torch.Generator().manual_seed(2)
+    executor.prepare(token_slots(DECODE, 0.0, gen))
+    calls: list[object] = []
+    run = compiled._run
+    monkeypatch.setattr(compiled, "_run", lambda *call: (calls.append(call), run(*call)))
+    for name in executor.geometry:
+        width = stack.layers[0].weights[name].shape[1]
+        executor.linear(0, name, torch.randn(6, width, generator=gen))
+    assert len(calls) == (0 if backend == "plain_lora" else executor.launches)
+    assert executor.kernels == {"plain_lora": "dense", "tessa:segmented": "segmented"}.get(
+        backend, "compiled"
+    )
 
 
 def test_token_slots_use_as_many_adapters_as_asked_and_whole_prompts() -> None:
