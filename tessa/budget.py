@@ -196,10 +196,6 @@ class Budget:
         """Whether the total is approximately matched: within `TOLERANCE` of LoRA's."""
         return abs(self.ratio - 1) <= TOLERANCE
 
-    @property
-    def unmatched_layers(self) -> tuple[LayerBudget, ...]:
-        return tuple(layer for layer in self.layers if not layer.matched)
-
     def render(self) -> str:
         """A text table: one line per kind of layer (same name, geometry and counts), then the total."""
         lines = [

@@ -23,6 +23,9 @@ Array = TypeVar("Array")
 
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+ALL_MODULES = (*ATTENTION, *MLP)
 PLACEMENTS: tuple[Placement, ...] = ("across", "along")
 # Projections that serving engines compute as one product; each group reads the same input.
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from experiments.projection.hardware import ADAPTER_KERNELS, GPU, HOST, AdapterKernelConstants
+from experiments.projection.hardware import ADAPTER_KERNELS, GPU, AdapterKernelConstants
 from experiments.projection.ops import BYTES, FP32_BYTES, adapter_kernel_s, elementwise_s, matmul_s
 from experiments.projection.shapes import (
-    ALL_MODULES,
     COLUMN,
     FusedLinear,
     Linear,
@@ -21,6 +20,8 @@ from experiments.projection.shapes import (
     fused_linears,
 )
 from tessa.errors import UserError
+from tessa.ops.gpu_schedule import wide_limit
+from tessa.slices import ALL_MODULES
 
 ROW_TILE = 16  # rows that a tensor-core tile of a grouped kernel holds at least
 
@@ -198,9 +199,11 @@ def _tessa_wide(
 def _tessa(
     gpu: GPU, c: AdapterKernelConstants, load: AdapterLoad, tp: int, linear: FusedLinear, parts: list[Linear]
 ) -> AdapterWork:
-    """The faster of wide and segmented, as the step's cost rule would choose."""
-    options = [f(gpu, c, load, tp, linear, parts) for f in (_tessa_wide, _tessa_segmented)]
-    return min(options, key=lambda work: work.seconds + work.kernels * HOST.graph_kernel_s)
+    """Wide or segmented, by the rule that serves on GPUs (`tessa.ops.products.wide_limit`)."""
+    width = math.ceil(max(slice_width(part, load.rank) for part in parts))
+    length = linear.rank_out if linear.kind == COLUMN else linear.rank_in
+    wide = load.tokens <= wide_limit("auto", load.slots, width, length)
+    return (_tessa_wide if wide else _tessa_segmented)(gpu, c, load, tp, linear, parts)
 
 
 def _plain_lora(

@@ -16,6 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from experiments import provenance
+from experiments.disk import writable
 from experiments.kinds import check_counts, check_lists
 from experiments.projection.bands import COLLECTIVE_RATIO, LAYER_RATIO, cost_estimate, speedup_estimate
 from experiments.projection.bands import step_estimate as estimate
@@ -213,8 +214,7 @@ def run(
     reference_dir: str | Path | None = None,
 ) -> Path:
     """Writes the projection's files under `out_dir` and returns it. `cells`: see `validation`."""
-    out, git = Path(out_dir), provenance.git_state()
-    out.mkdir(parents=True, exist_ok=True)
+    out, git = writable(Path(out_dir)), provenance.git_state()
     frame = project(spec)
     assumptions = {
         "schema_version": SCHEMA_VERSION,

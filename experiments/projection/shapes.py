@@ -82,8 +82,6 @@ MODELS: dict[str, ModelShape] = {
     )
 }
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ALL_MODULES = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 

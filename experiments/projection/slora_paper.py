@@ -31,8 +31,9 @@ from dataclasses import dataclass, replace
 from experiments.projection.collectives import collective_s, link_for
 from experiments.projection.hardware import ADAPTER_KERNELS, gpu_named
 from experiments.projection.ops import BYTES, adapter_kernel_s
-from experiments.projection.shapes import ATTENTION, ModelShape, fused_linears, model_shape
+from experiments.projection.shapes import ModelShape, fused_linears, model_shape
 from experiments.projection.step import Setting, base_times
+from tessa.slices import ATTENTION
 
 LENGTH_LOW, LENGTH_HIGH = 8, 512
 ADAPTER_RANKS = {"slora-30b": 32, "slora-70b": 64}

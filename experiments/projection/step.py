@@ -9,8 +9,9 @@ from experiments.projection.backends import AdapterLoad, AdapterWork, bound_s, l
 from experiments.projection.collectives import all_gather_s, collective_s
 from experiments.projection.hardware import ADAPTER_KERNELS, HOST, AdapterKernelConstants, gpu_named
 from experiments.projection.ops import BYTES, attention_s, elementwise_s, matmul_s
-from experiments.projection.shapes import ALL_MODULES, FUSED, fused_linears, model_shape, vocab_on_rank
+from experiments.projection.shapes import FUSED, fused_linears, model_shape, vocab_on_rank
 from tessa.errors import UserError
+from tessa.slices import ALL_MODULES
 
 # Per layer an all-reduce after o and one after down; per step one of the embeddings and the gather of the logits.
 LAYER_COLLECTIVES, STEP_COLLECTIVES = 2, 2
@@ -157,20 +158,6 @@ def step_time(
         shape.layers * bound_s(gpu, shape, setting.tp, load),
         work.mode,
     )
-
-
-def throughput(backend: str, setting: Setting, constants: AdapterKernelConstants = ADAPTER_KERNELS) -> float:
-    """Output tokens per second of steady decoding (prefill tokens count as time, not as output)."""
-    if setting.batch < 1:
-        raise UserError("throughput counts decoded tokens: batch must be at least 1")
-    return setting.batch / step_time(backend, setting, constants).total_s
-
-
-def adapter_cost(
-    backend: str, setting: Setting, constants: AdapterKernelConstants = ADAPTER_KERNELS
-) -> float:
-    """1 - throughput / throughput(base), as in the project's other tables."""
-    return 1 - step_time("base", setting).total_s / step_time(backend, setting, constants).total_s
 
 
 def with_prefill_share(setting: Setting, share: float) -> Setting:

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 
 from experiments.projection import own_cells
-from experiments.projection.backends import ALL_MODULES
 from experiments.projection.calibrate import (
     CALIBRATION_MODEL,
     LARGE_BYTES,
@@ -22,6 +21,7 @@ from experiments.projection.ops import elementwise_s, matmul_s
 from experiments.projection.reference import all_reduce, find_reference, layer_ops, slora_figure
 from experiments.projection.slora_paper import GPU_NAMES, MODELS, predict
 from experiments.projection.step import Setting, step_time
+from tessa.slices import ALL_MODULES
 
 # arXiv 2510.23346, abstract: BD-LoRA over S-LoRA on eight A100, the most over its batches and ranks.
 BD_LORA_SPEEDUP = {"llama-3.1-8b": 1.63, "llama-3.1-70b": 1.79}

@@ -183,15 +183,3 @@ class StaticProducts:
             bias,
             self.wide_tokens,
         )
-
-
-def wide_limit(schedule: Schedule, slots: int, width: int, length: int) -> int:
-    """Tokens up to which a GPU step is wide.
-
-    The wide product's extra arithmetic, ``2 T S K L`` operations, may cost what the segmented path's extra launch
-    does: 5 microseconds at 400 Tflop/s of bfloat16, which is half of an H100's dense peak. A figure from data
-    sheets, to be replaced by a measured one.
-    """
-    if schedule.mode != "auto":
-        return 0 if schedule.mode == "segmented" else 2**31 - 1
-    return int(5e-6 * 400e12 / (2 * slots * width * length))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tessa.errors import UserError
 from tessa.ops import compiled
+from tessa.ops.gpu_schedule import MODES, Mode
 from tessa.ops.routing import Routing
 from tessa.ops.slots import SlotPart
-
-Mode = Literal["auto", "wide", "segmented"]
-MODES: tuple[Mode, ...] = ("auto", "wide", "segmented")
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Schedule:
         stacked = routing.num_tokens * part.num_slots * part.used
         wide = stacked * part.length + self.copy * (stacked + activations) + self.widen
         own = routing.rows * part.used * part.length
-        if compiled.usable(routing, part.widest, part.delta):
+        if compiled.usable(routing.rows, part.widest, part.delta):
             return wide < own + self.compiled
         library = self.call + self.slot * part.num_slots + self.group * len(routing.groups)
         return wide < own + library

@@ -26,7 +26,8 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from tessa.budget import most_width_for
 from tessa.errors import UserError
-from tessa.ops.products import GrowingProducts, Products, StaticProducts, wide_limit
+from tessa.ops.gpu_schedule import wide_limit
+from tessa.ops.products import GrowingProducts, Products, StaticProducts
 from tessa.ops.schedule import Schedule
 from tessa.slices import LocalSlice, Parallel, Placement, Slice
 
@@ -116,7 +117,7 @@ class TessaLinear:
             )
         axis = "in" if (options.placement == "across") == (self.parallel == "column") else "out"
         width = self.reserved_rows(axis)
-        limit = wide_limit(options.schedule, max_loras, width, self.d_out if axis == "in" else self.d_in)
+        limit = wide_limit(options.schedule.mode, max_loras, width, self.d_out if axis == "in" else self.d_in)
         static = StaticProducts(max_loras, width, axis, weight, limit)
         if self.base_layer.weight.numel():
             self.base_layer.weight.data = static.base_weight

@@ -68,7 +68,6 @@ def test_segments_force_an_unmatched_width_and_it_is_said():
     assert width == 8
     budget = budget_of({"m.k_proj": Slice("out", 0, width, 8, 128, 512)}, 4)
     assert not budget.matched
-    assert [layer.module for layer in budget.unmatched_layers] == ["m.k_proj"]
     assert "NOT within 5%" in budget.render()
 
 

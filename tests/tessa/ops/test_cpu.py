@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessa.ops import compiled, cpu, openmp
-from tessa.ops.products import GrowingProducts, StaticProducts, wide_limit
+from tessa.ops.gpu_schedule import wide_limit
+from tessa.ops.products import GrowingProducts, StaticProducts
 from tessa.ops.routing import route
 from tessa.ops.schedule import Schedule
 from tessa.ops.slots import SlotPart, aligned
@@ -115,7 +116,7 @@ def test_growing_and_static_products_agree(dtype: torch.dtype, axis: str, mode: 
     schedule = Schedule(mode=mode)
     growing = GrowingProducts(3, D_OUT, D_IN, dtype, schedule, w, lambda weight: lambda x: x @ weight.t())
     length, dim = (D_OUT, D_IN) if axis == "in" else (D_IN, D_OUT)
-    static = StaticProducts(3, 8, axis, w, wide_limit(schedule, 3, 8, length))
+    static = StaticProducts(3, 8, axis, w, wide_limit(schedule.mode, 3, 8, length))
     x = torch.randn(7, D_IN, generator=rng).to(dtype)
     bias = torch.randn(D_OUT, generator=rng).to(dtype)
     buffers = step_buffers(16, 3, "cpu")

@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from experiments import models
-from experiments.config import ALL_MODULES, MeasureConfig, RunConfig
+from experiments.config import MeasureConfig, RunConfig
 from experiments.engine.build import adapter_set, engine_args
 from tessa.offsets import plan_slices
 from tessa.ops.schedule import Schedule
+from tessa.slices import ALL_MODULES
 from tessa.spec import SPEC
 from tessa.vllm.hook import TessaHook
 from tessa.vllm.layers import LayerOptions, Projection, TessaLinear
