@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from analysis.load import load
+from experiments.disk import disk_errors
 from experiments.provenance import REPO
 from tessa.errors import UserError
 
@@ -48,7 +49,7 @@ def _report_study(results: Path, experiment: str) -> list[Path]:
     for path in paths:
         print(f"figure: {path}")
     if experiment == "projection":
-        print(validation_text(results, None, as_json=True))
+        print(validation_text(results, None, as_json=False))
     return paths
 
 
@@ -114,10 +115,13 @@ def _parser() -> argparse.ArgumentParser:
     exported = commands.add_parser("export", help=text, description=text)
     exported.add_argument("results_dir", type=Path, help="folder that runs wrote, on a clean tree")
     exported.add_argument("out", type=Path, help="folder of the copy, such as results/reference")
-    text = "write the README's tables and figures from the reference results"
+    text = "write the tables and figures of README.md and results/README.md from the reference results"
     shown = commands.add_parser("readme", help=text, description=text)
     shown.add_argument("--check", action="store_true", help="write nothing; exit with 1 where they differ")
     shown.add_argument("--readme", type=Path, default=Path("README.md"), help="default: README.md")
+    shown.add_argument(
+        "--details", type=Path, default=Path("results/README.md"), help="default: results/README.md"
+    )
     shown.add_argument(
         "--results", type=Path, default=Path("results/reference"), help="default: results/reference"
     )
@@ -184,7 +188,8 @@ def _figures(args: argparse.Namespace) -> int:
     frame = load(args.results_dir, args.experiment)
     folder = args.out or args.results_dir / "figures"
     wanted = figures.EXPERIMENTS if args.experiment is None else (args.experiment,)
-    done = figures.draw_all(frame, args.results_dir, folder, args.reference, wanted)
+    with disk_errors(folder, "--out"):
+        done = figures.draw_all(frame, args.results_dir, folder, args.reference, wanted)
     if args.experiment is None and frame.empty and not done.paths:
         print(f"no stored cells below {args.results_dir}; run an experiment first")
     for path in done.paths:
@@ -229,7 +234,8 @@ def _compare(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from analysis import reference
 
-    written = reference.export(args.results_dir, args.out)
+    with disk_errors(args.out, "the second argument"):
+        written = reference.export(args.results_dir, args.out)
     total = reference.size(args.out)
     print(f"{len(written)} files written; {args.out} holds {total / 1e6:.2f} MB")
     if total > reference.MOST_BYTES:
@@ -243,13 +249,14 @@ def _export(args: argparse.Namespace) -> int:
 def _readme(args: argparse.Namespace) -> int:
     from analysis import readme
 
-    if not args.readme.is_file():
-        raise UserError(f"{args.readme} is no file; give the README to write into")
+    for page in (args.readme, args.details):
+        if not page.is_file():
+            raise UserError(f"{page} is no file; give the page to write into with --readme or --details")
     if not args.check:
-        for path in readme.write(args.readme, args.results):
+        for path in readme.write(args.readme, args.details, args.results):
             print(path)
         return 0
-    found = readme.differences(args.readme, args.results)
+    found = readme.differences(args.readme, args.details, args.results)
     for text in found:
         print(text)
     if found:

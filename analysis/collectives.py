@@ -1,4 +1,4 @@
-"""Collectives of this machine's ranks beside the alpha-beta model: table, errors, figure."""
+"""Collectives of this machine's ranks beside the alpha-beta model: errors and figure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from analysis import files, studies, style
 from experiments.projection.links import per_layer, predict
@@ -82,26 +84,33 @@ def over_size(rows: pd.DataFrame) -> Figure:
             mine = found[(found.ranks == n) & (found.transport == transport) & (found.backend == "sweep")]
             for kind, colour in COLOURS.items():
                 one = mine[mine.kind == kind].sort_values("message_bytes")
-                x = one.message_bytes / 1024
-                axes.plot(
-                    x, one.predicted_s * 1e6, color=colour, lw=1, label=f"{kind.replace('_', '-')}, fit"
-                )
+                axes.plot(one.message_bytes / 1024, one.predicted_s * 1e6, color=colour, lw=1)
                 held = one.held_out.astype(bool)
-                axes.plot(x[~held], one.seconds[~held] * 1e6, "o", color=colour, ms=4, label="fitted")
-                axes.plot(
-                    x[held], one.seconds[held] * 1e6, "o", mfc="white", color=colour, ms=4, label="held out"
-                )
+                for some, face in ((one[~held], colour), (one[held], "white")):
+                    ends = some.seconds - some.seconds_low, some.seconds_high - some.seconds
+                    axes.errorbar(
+                        some.message_bytes / 1024, some.seconds * 1e6, yerr=[end * 1e6 for end in ends], fmt="o",
+                        mfc=face, color=colour, ms=4, elinewidth=0.7,
+                    )  # fmt: skip
             crowded = ", which share cores" if bool(mine.oversubscribed.astype(bool).any()) else ""
             axes.set_title(f"{NAMES[transport]}\n{n} ranks{crowded}")
             axes.set(xscale="log", yscale="log")
+            # Half decades: a range may hold one power of ten alone.
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
             if i == len(ranks) - 1:
                 axes.set_xlabel("message (KiB)")
             if j == 0:
                 axes.set_ylabel("µs")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    handles = [Line2D([], [], color=c, label=kind.replace("_", "-")) for kind, c in COLOURS.items()]
+    for face, label in (("black", "timed, fitted"), ("white", "timed, held out")):
+        handles.append(Line2D([], [], color="black", marker="o", ms=4, ls="none", mfc=face, label=label))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(
-        f"Measured on {rows.machine.iloc[0]}; alpha-beta fitted robustly to the filled points", fontsize=8
+        f"Measured on {rows.machine.iloc[0]}; medians, bars: least and most of the rounds;\n"
+        "lines: alpha-beta model fitted robustly to the filled points",
+        fontsize=8,
     )
     return figure
 

@@ -11,8 +11,8 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from experiments.projection.shapes import ALL_MODULES
 from experiments.projection.step import adapter_collectives, base_collectives
+from tessa.slices import ALL_MODULES
 
 EXPERIMENT = "interconnect"
 X = "added_latency_us"

@@ -33,7 +33,8 @@ SIZES = ("sequences", "length", "rank", "distinct", "resident")
 """What a point sets beside its model, TP degree and phase."""
 _KEY = ("variant", "model", "tp", "phase", *SIZES)
 SHOWN = ("plain_lora", "punica", "slora", "bd_lora", "tessa")
-MODES = {"tessa:wide": ("TESSA, wide only", "--"), "tessa:segmented": ("TESSA, segmented only", ":")}
+MODES = {f"tessa:{which}": which for which in style.SCHEDULES}
+"""Variants of TESSA that use one schedule for all steps."""
 NAMED = (*SHOWN, *MODES)
 PARTS = {"emulated": "adapters' kernels, emulated", "modelled": "adapters' collectives, modelled"}
 AXES = {
@@ -138,23 +139,20 @@ def _range(values: pd.Series) -> str:
 
 
 def label_of(variant: str) -> str:
-    return MODES[variant][0] if variant in MODES else style.name(variant)
+    return style.SCHEDULES[MODES[variant]][0] if variant in MODES else style.name(variant)
 
 
 def _curves(axes: Axes, rows: pd.DataFrame) -> None:
     present = [v for v in NAMED if (rows.variant == v).any()]
     for variant in present:
         mine = rows[rows.variant == variant].sort_values("x")
-        backend = variant.partition(":")[0]
-        label, line = label_of(variant), MODES[variant][1] if variant in MODES else "-"
-        marker = style.MARKERS[backend] if variant not in MODES else None
-        if variant not in MODES:
+        if variant in MODES:
+            look = style.schedule(MODES[variant], "emulated")
+        else:
+            look = {**style.curve(variant, "emulated"), "label": style.name(variant)}
             low, high = mine.adapter_cost_kernels_low * 100, mine.adapter_cost_kernels_high * 100
-            axes.fill_between(mine.x, low, high, color=style.colour(backend), alpha=0.15, linewidth=0)
-        axes.plot(
-            mine.x, mine.adapter_cost_kernels * 100, color=style.colour(backend), marker=marker, ls=line,
-            lw=1.2, markersize=4, label=label,
-        )  # fmt: skip
+            axes.fill_between(mine.x, low, high, color=style.colour(variant), alpha=0.15, linewidth=0)
+        axes.plot(mine.x, mine.adapter_cost_kernels * 100, **look)
     ticks = sorted(rows.x.unique())
     if ticks:
         axes.set_xscale("log", base=2)
@@ -260,10 +258,7 @@ def with_collectives(frame: pd.DataFrame) -> Figure:
                 added[variant] = max(added.get(variant, 0.0), layers.max())
                 other = rows[rows.variant == "slora"].set_index("tp").step_s.reindex(degrees)
                 if variant != "slora":
-                    bottom.plot(
-                        range(len(degrees)), other / mine.step_s, color=style.colour(variant), lw=1.2,
-                        marker=style.MARKERS[variant], markersize=4,
-                    )  # fmt: skip
+                    bottom.plot(range(len(degrees)), other / mine.step_s, **style.curve(variant, "modelled"))
             top.axhline(0.0, color="black", linewidth=0.6)
             bottom.axhline(1.0, color=style.colour("slora"), linewidth=0.8)
             top.set_title(model)

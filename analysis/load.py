@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,11 @@ import pandas as pd
 
 from analysis import sweeps
 from analysis.shares import shares
+from experiments.store import summaries
 from experiments.workload.traces import PUBLISHED
-from tessa.errors import UserError
 
-SCHEMA_VERSION = 1
+MERGED = "merged weights"
+"""What a gate compared with where it had a reference; cells of before it was stored had one."""
 COLUMNS = (
     "experiment",
     "backend",
@@ -85,33 +84,6 @@ def load(results_dir: str | Path = "results", experiment: str | None = None) -> 
     return frame.sort_values(present, kind="stable", ignore_index=True) if len(frame) else frame
 
 
-def summaries(results_dir: str | Path, experiment: str | None = None) -> Iterator[dict[str, Any]]:
-    """The stored summaries, with the cell's folder relative to `results_dir` as `folder`."""
-    root = Path(results_dir)
-    for file in sorted(root.glob(f"{experiment or '*'}/*/summary.json")):
-        if file.parent.name.startswith("."):
-            continue
-        try:
-            summary = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read ({error}); delete its folder and run again") from error
-        if summary.get("schema_version") != SCHEMA_VERSION:
-            raise UserError(
-                f"{file} has schema version {summary.get('schema_version')}, this code reads {SCHEMA_VERSION}: "
-                "use the code that wrote it, or move it away"
-            )
-        yield {**summary, "folder": str(file.parent.relative_to(root)), "config": _config(file.parent)}
-
-
-def _config(folder: Path) -> dict[str, Any] | None:
-    """What determines the cell; None where that file is absent or damaged: the numbers do not depend on it."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
-
-
 def requests(results_dir: str | Path, folder: str) -> pd.DataFrame | None:
     """The request records of a cell, one row per request and round, or None where none are stored.
 
@@ -135,7 +107,8 @@ def _rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
         "cores": (summary["environment"].get("hardware") or {}).get("cores"),
         "engine": engine(summary["environment"].get("packages") or {}),
         "command": command(summary["environment"]),
-        "gate": _gate(summary.get("gate")),
+        "model_source": ((config or {}).get("model") or {}).get("source"),
+        "gate": _gate(summary.get("gate"), bool(labels.get("wrong_by_design"))),
         "status": summary["status"],
         "reason": summary["reason"],
         "provenance": summary["provenance"],
@@ -205,7 +178,14 @@ def engine(packages: dict[str, str]) -> str | None:
     return ", ".join(named) or None
 
 
-def _gate(gate: dict[str, Any] | None) -> str | None:
-    """`passed`, `failed`, or None where the outputs were not checked."""
+def _gate(gate: dict[str, Any] | None, wrong_by_design: bool) -> str | None:
+    """`passed` or `failed` against merged weights, `wrong by design`, `no merged weights` where the base model alone
+    could be compared with (dummy weights), or None where the outputs were not checked."""
     passed = (gate or {}).get("passed")
-    return None if passed is None else ("passed" if passed else "failed")
+    if gate is None or passed is None:
+        return None
+    if not passed:
+        return "failed"
+    if wrong_by_design:
+        return "wrong by design"
+    return "passed" if gate.get("reference", MERGED) == MERGED else "no merged weights"

@@ -27,7 +27,9 @@ SWEEPS = {
     "resident": "resident adapters",
     "prefill_share": "share of prompt tokens in the step",
 }
-MODES = {"tessa_wide": ("TESSA, wide only", "--"), "tessa_segmented": ("TESSA, segmented only", ":")}
+MODES = {f"tessa_{which}": which for which in style.SCHEDULES}
+"""Rows of TESSA with one schedule for all steps."""
+BAND = "band: 10 to 90 % of held-out errors, fast to slow adapter kernels"
 BOUND = "any structure: distinct bytes / bandwidth"
 
 
@@ -85,18 +87,9 @@ def claims(frame: pd.DataFrame, custom_all_reduce: bool = True) -> pd.DataFrame:
 
 def _curve(axes: Axes, rows: pd.DataFrame, column: str, backend: str, scale: float = 1.0) -> None:
     rows = rows.sort_values("x")
-    colour, mark = style.colour(backend), style.MARKERS[backend]
     low, high = rows[f"{column}_low"] * scale, rows[f"{column}_high"] * scale
-    axes.fill_between(rows.x, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(
-        rows.x,
-        rows[column] * scale,
-        color=colour,
-        marker=mark,
-        markersize=4,
-        lw=1.2,
-        label=style.name(backend),
-    )
+    axes.fill_between(rows.x, low, high, color=style.colour(backend), alpha=0.15, linewidth=0)
+    axes.plot(rows.x, rows[column] * scale, **style.curve(backend, "modelled"), label=style.name(backend))
 
 
 def _bound(axes: Axes, rows: pd.DataFrame) -> None:
@@ -168,7 +161,7 @@ def _panels(
         _legend(figure, grid[0][0], 3)
         reduces = "custom all-reduce" if part.custom_all_reduce.all() else "NCCL's all-reduce"
         figure.suptitle(
-            f"Modelled, {reduces}; band: 10 to 90 % of held-out errors, fast to slow adapter kernels",
+            f"Modelled, {reduces}; {BAND}",
             fontsize=8,
         )
     return figure
@@ -188,11 +181,8 @@ def crossovers(frame: pd.DataFrame, gpu: str = "h100", model: str = "llama-3.1-8
             for backend in shown:
                 _curve(axes, rows[rows.backend == backend], "adapter_cost", backend, 100)
             for mode in modes:
-                label, line = MODES[mode]
                 one = rows[rows.backend == mode].sort_values("x")
-                axes.plot(
-                    one.x, one.adapter_cost * 100, color=style.colour("tessa"), ls=line, lw=1, label=label
-                )
+                axes.plot(one.x, one.adapter_cost * 100, **style.schedule(MODES[mode], "modelled"))
             _bound(axes, rows)
             axes.set_xlabel(SWEEPS[sweep])
             if sweep != "prefill_share":
@@ -202,7 +192,7 @@ def crossovers(frame: pd.DataFrame, gpu: str = "h100", model: str = "llama-3.1-8
         last = grid.flat[-1]
         last.set_axis_off()
         last.legend(*grid.flat[0].get_legend_handles_labels(), loc="center", frameon=False)
-        figure.suptitle(f"Modelled: {model}, {gpu}, TP {int(part.tp.iloc[0])}", fontsize=8)
+        figure.suptitle(f"Modelled: {model}, {gpu}, TP {int(part.tp.iloc[0])}; {BAND}", fontsize=8)
     return figure
 
 
@@ -235,15 +225,12 @@ def shares_over_tp(frame: pd.DataFrame, gpu: str = "h100") -> Figure | None:
                 top.plot(
                     rows.x,
                     rows.rank_parameter_share * 100,
-                    color=style.colour(backend),
-                    marker=style.MARKERS[backend],
-                    markersize=4,
-                    lw=1.2,
+                    **style.curve(backend, "modelled"),
                     label=style.name(backend),
                 )
                 _curve(bottom, rows, "comm_share", backend, 100)
             top.set_title(f"{model}, {gpu}")
-            top.axhline(1.0, color="black", lw=0.8, ls=":", label="1 %, the paper's bound")
+            top.axhline(1.0, color="black", lw=0.8, ls="-", label="1 %, the paper's bound")
             bottom.set_xlabel("tensor-parallel ranks")
             _log2(bottom, part.x)
         grid[0][0].set_ylim(0, 108 * part[part.backend.isin(shown)].rank_parameter_share.max())
@@ -276,7 +263,7 @@ def over_latency(frame: pd.DataFrame, gpu: str = "h100", model: str = "llama-3.1
             axes.minorticks_off()
             axes.set_xlabel("latency added to each collective (µs)")
         _legend(figure, left, 5)
-        figure.suptitle(f"Modelled: {model}, {gpu}, TP {int(part.tp.iloc[0])}", fontsize=8)
+        figure.suptitle(f"Modelled: {model}, {gpu}, TP {int(part.tp.iloc[0])}; {BAND}", fontsize=8)
     return figure
 
 

@@ -17,13 +17,13 @@ from scipy import stats as scipy_stats
 
 from experiments.measure import stats
 from experiments.quality.published import expected
+from experiments.quality.spec import METHODS
+from tessa.budget import TOLERANCE
+from tessa.slices import PLACEMENTS
 
-METHODS = ("base", "full", "lora", "bd_lora", "tessa")
 INSIDE = {True: "yes", False: "no", None: "-"}
 MEAN = "mean of tasks"
-MATCHED = 0.05
 ADJUSTED = "p (Holm)"
-PLACEMENTS = ("across", "along")
 DEFAULT_RULE = "random"
 STRUCTURE = ["experiment", "setting", "structure", "rank_equivalent"]
 KEYS = ["method", "placement", "offset_rule", "targets", "rank_equivalent"]
@@ -159,7 +159,7 @@ def _point(
             "difference": stats.t_interval(change),
             "p": p_value(change),
             "inside": bool(point.score.centre >= reference.low) if np.isfinite(reference.low) else None,
-            "matched": not np.isfinite(point.ratio) or abs(point.ratio - 1) <= MATCHED,
+            "matched": not np.isfinite(point.ratio) or abs(point.ratio - 1) <= TOLERANCE,
             "changes": tuple(map(float, change)),
             "saturated": ends in ({0.0}, {1.0}),
         }
@@ -173,9 +173,12 @@ def _both(first: pd.DataFrame, second: pd.DataFrame) -> tuple[np.ndarray, np.nda
 
 
 def p_value(changes: np.ndarray) -> float:
-    """Of the paired t test; NaN where it is not defined: less than two differences, or all alike."""
-    if len(changes) < 2 or np.ptp(changes) < 1e-12:  # alike but for rounding
+    """Of the paired t test; NaN where it is not defined: less than two differences, or none at all in any. 0 where all
+    are the same other number, as the interval of no width says that stands beside it."""
+    if len(changes) < 2 or np.abs(changes).max() < 1e-12:
         return np.nan
+    if np.ptp(changes) < 1e-12:  # alike but for rounding
+        return 0.0
     return float(scipy_stats.ttest_1samp(changes, 0.0).pvalue)
 
 
@@ -251,7 +254,7 @@ def comparisons(frame: pd.DataFrame) -> pd.DataFrame:
             params = {key: own["trainable_params"].astype(float).mean() for key, own in by_slice.items()}
             for label, first, second in _pairs(list(by_slice)):
                 one, other = _both(by_slice[first], by_slice[second])
-                if len(one) == 0 or abs(params[first] / params[second] - 1) > MATCHED:
+                if len(one) == 0 or abs(params[first] / params[second] - 1) > TOLERANCE:
                     continue
                 row = {
                     "experiment": str(experiment),

@@ -1,6 +1,7 @@
-"""The README's results: tables, claims and figures between two marks, from the reference set alone.
+"""The results in README.md and results/README.md: tables, claims and figures between two marks of each, from the
+reference sets alone. README.md has the first set's serving and claims, results/README.md has all.
 
-`python -m analysis readme` writes them, `--check` tells what is no longer what the reference set gives.
+`python -m analysis readme` writes them, `--check` tells what is no longer what the reference sets give.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from tessa.errors import UserError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 REFERENCE = Path("results") / "reference"
+DETAILS = Path("results") / "README.md"
 FEW_ROWS = 6  # of a quality table, up to which it has a column for each task
 FIGURES = (
     ("tp_scaling", "tp_scaling"), ("breakdown", "breakdown"), ("adapter_count", "adapter_count"),
     ("rate_sweep", "rate_sweep"), ("interconnect", "interconnect"), ("quality", "quality"),
     ("projection", "projection_speedup"),
 )  # fmt: skip
-"""(experiment, start of the figure's name): the figures that the README shows where they can be drawn."""
+"""(experiment, start of the figure's name): the figures that results/README.md shows where they can be drawn."""
+SUMMARY_FIGURES = ("tp_scaling.png", "breakdown.png")
+"""Those that README.md shows too."""
 FIGURES_ELSEWHERE = (
     ("tp_scaling", "tp_scaling"),
     ("interconnect", "interconnect"),
@@ -43,69 +47,98 @@ EMPTY = "No reference results are stored yet; `make reference` makes them on thi
 
 @dataclass
 class Set:
-    """A reference set as the README shows it. drawn: name -> PNG of each figure. folder: theirs. text: Markdown."""
+    """A reference set. place: its folder. drawn: name -> PNG of each figure, which lie in `place / "figures"`."""
 
+    place: Path
+    frame: pd.DataFrame
     drawn: dict[str, bytes]
-    folder: Path
-    text: str
 
 
-def sets(readme: Path, results: Path) -> list[Set]:
+def sets(results: Path) -> list[Set]:
     """The reference set, then those of other machines: folders beside it that are called `<its name>_<machine>`."""
     found = []
     for place in (results, *sorted(p for p in results.parent.glob(f"{results.name}_*") if p.is_dir())):
-        frame, folder = load(place), place / "figures"
-        drawn = _draw(frame, place, FIGURES if place == results else FIGURES_ELSEWHERE)
-        show = block if place == results else elsewhere
-        found.append(Set(drawn, folder, show(frame, place, drawn, _relative(folder, readme))))
+        frame = load(place)
+        found.append(
+            Set(place, frame, _draw(frame, place, FIGURES if place == results else FIGURES_ELSEWHERE))
+        )
     return found
 
 
-def write(readme: Path, results: Path) -> list[Path]:
-    """Puts the results between the README's marks and the figures into each set's `figures`; returns what it wrote."""
+def _pages(shown: list[Set], readme: Path, details: Path) -> dict[Path, str]:
+    """What belongs between the marks of each page."""
+    first, *others = shown
+    home = _relative(first.place / "figures", readme)
+    return {
+        readme: summary(first.frame, first.place, first.drawn, home, _relative(details, readme)),
+        details: "\n\n".join(
+            show(one.frame, one.place, one.drawn, _relative(one.place / "figures", details))
+            for show, one in ((block, first), *((elsewhere, other) for other in others))
+        ),
+    }
+
+
+def write(readme: Path, details: Path, results: Path) -> list[Path]:
+    """Puts the results between each page's marks and the figures into each set's `figures`; returns what it wrote."""
+    shown = sets(results)
+    split = {page: (_split(page), text) for page, text in _pages(shown, readme, details).items()}
     written = []
-    shown = sets(readme, results)
+    for page, ((before, _, after), text) in split.items():
+        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        written.append(page)
     for one in shown:
-        for old in one.folder.glob("*.png"):
+        folder = one.place / "figures"
+        for old in folder.glob("*.png"):
             if old.name not in one.drawn:
                 old.unlink()
         for name, content in one.drawn.items():
-            one.folder.mkdir(parents=True, exist_ok=True)
-            (one.folder / name).write_bytes(content)
-            written.append(one.folder / name)
-    before, _, after = _split(readme)
-    text = "\n\n".join(one.text for one in shown)
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
-    return [readme, *written]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+            written.append(folder / name)
+    return written
 
 
-def differences(readme: Path, results: Path) -> list[str]:
-    """What in the README or in the figures is not what the reference sets give, in words; empty if all is."""
+def differences(readme: Path, details: Path, results: Path) -> list[str]:
+    """What in the pages or in the figures is not what the reference sets give, in words; empty if all is."""
     found = []
-    shown = sets(readme, results)
-    wanted = "\n\n".join(one.text for one in shown).splitlines()
-    there = _split(readme)[1].strip("\n").splitlines()
-    if wanted != there:
-        pairs = zip([*wanted, ""], [*there, ""], strict=False)
-        first = next(((a, b) for a, b in pairs if a != b), (wanted[-1:], there[-1:]))
-        found.append(f"{readme.name}: the reference set gives {first[0]!r}, the file has {first[1]!r}")
+    shown = sets(results)
+    for page, text in _pages(shown, readme, details).items():
+        wanted, there = text.splitlines(), _split(page)[1].strip("\n").splitlines()
+        if wanted != there:
+            pairs = zip([*wanted, ""], [*there, ""], strict=False)
+            first = next(((a, b) for a, b in pairs if a != b), (wanted[-1:], there[-1:]))
+            found.append(f"{page}: the reference set gives {first[0]!r}, the file has {first[1]!r}")
     for one in shown:
+        folder = one.place / "figures"
         for name, content in one.drawn.items():
-            found += _compared(one.folder / name, content)
-        stale = {file.name for file in one.folder.glob("*.png")} - set(one.drawn)
-        found += [
-            f"{one.folder / name} is not drawn from the reference set any more" for name in sorted(stale)
-        ]
+            found += _compared(folder / name, content)
+        stale = {file.name for file in folder.glob("*.png")} - set(one.drawn)
+        found += [f"{folder / name} is not drawn from the reference set any more" for name in sorted(stale)]
     return found
 
 
-def block(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], folder: str) -> str:
-    """The Markdown between the marks. `drawn`: name -> PNG of each figure; `folder`: theirs, seen from the README."""
+def summary(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], folder: str, details: str) -> str:
+    """README.md's Markdown, arguments as `block`'s: serving over TP, what is counted, claims, the main figures."""
     if frame.empty and not drawn:
         return EMPTY
     clean = figures.only_reference(frame)
     scaling = clean[clean["experiment"] == "tp_scaling"]
-    parts = [_source(clean, results, folder)]
+    parts = [_source(clean, results)]
+    parts += [_scaling(part) for part in _parts(scaling)]
+    parts.append(_counters(scaling))
+    parts.append(_claims(claims.table(frame, results, reference=True)))
+    parts.append(_images({name: drawn[name] for name in SUMMARY_FIGURES if name in drawn}, folder))
+    parts.append(f"All tables and figures, other machines' too, and what they say: [{details}]({details}).")
+    return "\n\n".join(filter(None, parts))
+
+
+def block(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], folder: str) -> str:
+    """The Markdown of all of a set. `drawn`: name -> PNG of each figure; `folder`: theirs, seen from the page."""
+    if frame.empty and not drawn:
+        return EMPTY
+    clean = figures.only_reference(frame)
+    scaling = clean[clean["experiment"] == "tp_scaling"]
+    parts = [_source(clean, results)]
     parts += [_scaling(part) for part in _parts(scaling)]
     parts.append(_counters(scaling))
     parts += benchmarks.tables(results)
@@ -120,7 +153,7 @@ def elsewhere(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], fo
     clean = figures.only_reference(frame)
     scaling = clean[clean["experiment"] == "tp_scaling"]
     name = results.name.partition("_")[2]
-    parts = [f"**Another machine, {name}.** {_source(clean, results, folder)}"]
+    parts = [f"**Another machine, {name}.** {_source(clean, results)}"]
     parts += [_scaling(part) for part in _parts(scaling)]
     parts.append(_images(drawn, folder))
     return "\n\n".join(filter(None, parts))
@@ -166,9 +199,9 @@ def _split(readme: Path) -> tuple[str, str, str]:
     return before, inside, after
 
 
-def _relative(folder: Path, readme: Path) -> str:
-    folder, home = folder.resolve(), readme.resolve().parent
-    return folder.relative_to(home).as_posix() if folder.is_relative_to(home) else folder.as_posix()
+def _relative(place: Path, page: Path) -> str:
+    place, home = place.resolve(), page.resolve().parent
+    return place.relative_to(home).as_posix() if place.is_relative_to(home) else place.as_posix()
 
 
 def _compared(file: Path, drawn: bytes) -> list[str]:
@@ -183,8 +216,8 @@ def _compared(file: Path, drawn: bytes) -> list[str]:
     return [] if same else [f"{file} is not what the reference set gives"]
 
 
-def _source(frame: pd.DataFrame, results: Path, folder: str) -> str:
-    """Machine, packages and commits of the measured cells in a sentence. `folder`: that of the set's figures."""
+def _source(frame: pd.DataFrame, results: Path) -> str:
+    """Machine, packages and commits of the measured cells in a sentence, and the commands that show all of them."""
     good = frame[frame["status"] == "complete"]
     if good.empty:
         return ""
@@ -194,14 +227,17 @@ def _source(frame: pd.DataFrame, results: Path, folder: str) -> str:
     packages = "; ".join(sorted(map(str, good["engine"].dropna().unique())))
     commits = ", ".join(marks.commits(good))
     served = good[good["method"].isna()] if "method" in good else good
-    passed = bool((served["gate"] == "passed").all())
-    checked = "served outputs checked against merged weights" if passed else "not every output was checked"
+    right = served[served["gate"] != "wrong by design"]
+    checked = "not every output was checked against merged weights"
+    if (right["gate"] == "passed").all():
+        but = ", ablations left out that are wrong by design" if len(right) < len(served) else ""
+        checked = f"served outputs checked against merged weights{but}"
+    place = (REFERENCE.parent / results.name).as_posix()
     cells = len(good.drop_duplicates(["experiment", "cell"]))
     return (
         f"{cells} cells on {machines}{memory}; {packages}; commit {commits}, clean tree; {checked}; "
         "± are 95 % intervals. "
-        f"All cells: `python -m analysis table {(place := Path(folder).parent.as_posix())}`; the studies' tables too: "
-        f"`python -m analysis report {place}`."
+        f"All cells: `python -m analysis table {place}`; the studies' tables too: `python -m analysis report {place}`."
     )
 
 
@@ -261,7 +297,8 @@ def _counters(scaling: pd.DataFrame) -> str:
     tokens = at["counted_tokens_per_step"].dropna()
     counted = f"a decode step of {tokens.iloc[0]:g} tokens" if len(tokens) else "a decode step"
     return (
-        f"Counted on {counted} at TP {tp}, {tables.describe(at)}; memory is a rank's for all slots, adapter load the "
+        f"Counted on {counted} at TP {tp}, {tables.describe(at)}; memory is a rank's for all slots, adapters alone, "
+        "adapter load the "
         "median time from a folder into a slot, engine start includes vLLM's import:\n\n" + "\n".join(rows)
     )
 

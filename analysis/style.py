@@ -55,6 +55,8 @@ NAMES = {
 LIGHTER = 0.6
 HATCHES = {"measured": "", "emulated": "///", "modelled": "xxx"}
 LINES = {"measured": "-", "emulated": "--", "modelled": ":"}
+SCHEDULES = {"wide": ("TESSA, wide only", "2"), "segmented": ("TESSA, segmented only", "|")}
+"""Label and marker of TESSA with one schedule for all steps; no marker of a backend."""
 ONE_COLUMN, TWO_COLUMNS = 3.4, 7.0
 RC: dict[Any, Any] = {
     "font.size": 8,
@@ -84,6 +86,24 @@ def colour(variant: str) -> str:
         return own
     red, green, blue = (1 - LIGHTER * (1 - part) for part in to_rgb(own))
     return to_hex((red, green, blue))
+
+
+def curve(variant: str, kind: str) -> dict[str, Any]:
+    """How a line of a variant looks: what was measured is solid and filled, what was not is hollow."""
+    return {
+        "color": colour(variant),
+        "marker": MARKERS.get(variant.partition(":")[0], "o"),
+        "markerfacecolor": colour(variant) if kind == "measured" else "white",
+        "linestyle": LINES[kind],
+        "linewidth": 1.1,
+        "markersize": 4.0,
+    }
+
+
+def schedule(which: str, kind: str) -> dict[str, Any]:
+    """How a line of TESSA with one of `SCHEDULES` looks: a lighter TESSA with a marker of its own, and its label."""
+    label, marker = SCHEDULES[which]
+    return {**curve(f"tessa:{which}", kind), "marker": marker, "markersize": 6.0, "label": label}
 
 
 def name(variant: str) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pandas as pd
 
+from tessa.slices import ALL_MODULES, ATTENTION, MLP
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -73,12 +75,7 @@ POPULARITY = {
     "slora_power": "S-LoRA power",
     "trace": "trace's own",
 }
-ALL_MODULES = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
-MODULE_SETS = {
-    "q_proj+k_proj+v_proj+o_proj": "attention",
-    "gate_proj+up_proj+down_proj": "MLP",
-    ALL_MODULES: "all seven",
-}
+MODULE_SETS = {"+".join(ATTENTION): "attention", "+".join(MLP): "MLP", "+".join(ALL_MODULES): "all seven"}
 
 
 def family_of(experiment: str, labels: Mapping[str, Any], config: Mapping[str, Any] | None) -> str:

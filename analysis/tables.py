@@ -15,6 +15,7 @@ from analysis import quality, style, sweeps
 from experiments.config import AdaptersConfig
 from experiments.measure import metrics, stats
 from tessa.budget import TOLERANCE
+from tessa.slices import ALL_MODULES
 
 SETTING = ("experiment", "model", "dtype", "device", "setting")
 WIDTH = 110
@@ -178,7 +179,11 @@ def describe(part: pd.DataFrame) -> str:
                          ("prompt_tokens", "prompts of {} tokens"), ("output_tokens", "outputs of {}"),
                          ("added_latency_us", "{} µs added to each collective")):  # fmt: skip
         if column in part and part[column].notna().any():
-            words.append(unit.format(_values(part, column)))
+            values = _values(part, column)
+            told = (
+                f"{column.partition('_')[0]}s as in the trace" if values == "trace" else unit.format(values)
+            )
+            words.append(told)
     words.append(f"adapters {_values(part, 'num_adapters')} {_values(part, 'popularity')}")
     words.append(f"rank-equivalent {_values(part, 'rank_equivalent')}")
     for column, usual in USUAL.items():
@@ -188,9 +193,12 @@ def describe(part: pd.DataFrame) -> str:
         words.append(f"{_values(part, 'shards')} shards")
     modules = sweeps.in_order("target_modules", part["target_modules"]) if "target_modules" in part else []
     shown = [sweeps.shown("target_modules", value) for value in modules]
-    if shown and shown != [sweeps.MODULE_SETS[sweeps.ALL_MODULES]]:
+    if shown and shown != [sweeps.MODULE_SETS["+".join(ALL_MODULES)]]:
         words.append("on " + ", ".join(shown))
     words.append("/".join(sorted(set(part["provenance"]))))
+    sessions = part.groupby("cell")["session"].nunique().max() if "session" in part else 1
+    if sessions > 1:
+        words.append(f"a cell's rounds from up to {sessions} sessions")
     return ", ".join(words)
 
 

@@ -1,8 +1,8 @@
 """Make the reference results on this machine's CPU: `make reference`. Three and a half hours on two cores.
 
 Runs the experiments below one after another into `results/reference-run` (not in git), on a tree without uncommitted
-changes, then writes their small copy, the figures and the README's tables. Interrupted, the same command goes on
-where it was. Commit `results/reference` and `README.md` afterwards.
+changes, then writes their small copy, the figures and the tables of README.md and results/README.md. Interrupted, the
+same command goes on where it was. Commit `results` and `README.md` afterwards.
 """
 
 from __future__ import annotations
@@ -224,10 +224,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--machine",
         metavar="NAME",
-        help="make results/reference_NAME, which the README shows beside the first set",
+        help="make results/reference_NAME, which results/README.md shows after the first set",
     )
     parser.add_argument(
-        "--export-only", action="store_true", help="run nothing, write the copy, figures and README"
+        "--export-only", action="store_true", help="run nothing, write the copy, figures and both README.md"
     )
     args = parser.parse_args(argv)
     steps = chosen(args.only)
@@ -265,7 +265,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ).returncode
         if code:
             return code
-    print(f"done; look at `git diff --stat`, then commit {out.relative_to(REPO)} and README.md")
+    print(
+        f"done; look at `git diff --stat`, then commit {out.relative_to(REPO)}, results/README.md and README.md"
+    )
     return 0
 
 

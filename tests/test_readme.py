@@ -73,6 +73,7 @@ def analysis(command: str, folder: Path) -> None:
             (folder / "results" / stored.name).mkdir(parents=True, exist_ok=True)
     if words(command)[3] == "readme":
         shutil.copy(REPO / "README.md", folder)
+        shutil.copy(REPO / "results" / "README.md", folder / "results")
     assert analysis_main(words(command)[3:]) == 0
 
 

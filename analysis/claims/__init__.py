@@ -62,7 +62,7 @@ def _judged(claim: Claim, found: list[Evidence]) -> dict[str, Any]:
     same = _strongest(usable)
     if not same:
         rest = {"interval": None, "provenance": None, "setting": None, "verdict": NOT_TESTED, "note": ""}
-        return {**row, **rest, "rule": claim.rule, "evidence": []}
+        return {**row, **rest, "rule": claim.rule, "evidence": [_plain(e) for e in found]}
     extreme = max if claim.greatest else min
     chosen = extreme(same, key=lambda e: (e.above, e.value))
     interval = [_number(chosen.low), _number(chosen.high)] if math.isfinite(chosen.low) else None

@@ -18,15 +18,13 @@ PROVENANCES = ("measured", "emulated", "modelled")
 LORA = ("punica", "slora")
 """The LoRA backends that a claim about LoRA is held against; plain_lora is the naive one and is not."""
 WIDE = "tessa:schedule=wide"
-GENERATED = ("tiny", "tiny_gqa", "small")
-"""Models of conf/model whose shapes are this project's own."""
 
 
 @dataclass(frozen=True)
 class Evidence:
     """One number. value, low, high: in the claim's unit, NaN where not known. reference: what else the rule needs, such
-    as the same cost at the lowest TP degree, with its interval where it has one. judged: False for a number that is
-    only listed beside the others."""
+    as the same cost at the lowest TP degree, with its interval where it has one. gpu: of a GPU; of C5, of a published
+    base model and its tasks. judged: False for a number that is only listed beside the others."""
 
     backend: str
     tp: int
@@ -63,7 +61,8 @@ def tessa_over_slora(frame: pd.DataFrame) -> list[Evidence]:
     """C6: throughput over S-LoRA's in every setting and degree that has both in one session, at a matched budget.
 
     Adapters known to be off LoRA's parameters or served at a larger rank than they have are left out. The greatest
-    ratio is judged, so the intervals hold together: each at level 1 - 0.05 / their number.
+    ratio is judged, so the intervals hold together: each at level 1 - 0.05 / their number. A single round has no
+    interval and is only listed.
     """
 
     def ratio(part: pd.DataFrame, level: float = 0.95) -> Ratio:
@@ -74,7 +73,8 @@ def tessa_over_slora(frame: pd.DataFrame) -> list[Evidence]:
     found = []
     for part, tp in parts:
         i = ratio(part, together(len(parts))).interval
-        found.append(_of(part, "tessa", tp, (i.centre, i.low, i.high)))
+        entry = _of(part, "tessa", tp, (i.centre, i.low, i.high))
+        found.append(replace(entry, judged=i.n > 1))
     return found
 
 
@@ -82,7 +82,8 @@ def lora_cost(frame: pd.DataFrame) -> list[Evidence]:
     """C1: adapter cost in percent at the highest degree of each setting and LoRA backend, beside the lowest's with its
     interval.
 
-    Costs against base in another session do not count. Intervals hold together, as those of `tessa_over_slora`.
+    Costs against base in another session do not count. Intervals, those at both degrees, hold together as those of
+    `tessa_over_slora` do, and a single round is only listed.
     """
     cases = []
     for part in tables.settings(frame):
@@ -91,17 +92,18 @@ def lora_cost(frame: pd.DataFrame) -> list[Evidence]:
             mine = mine[tables.in_same_round(mine)]
             if len(mine):
                 cases.append((mine, backend))
+    level = together(sum(min(2, mine["tp"].nunique()) for mine, _ in cases))
     found = []
     for mine, backend in cases:
         degrees = sorted(mine["tp"].unique())
         least, most = int(degrees[0]), int(degrees[-1])
         highest, lowest = (
-            tables.interval(mine[mine["tp"] == tp], "adapter_cost", together(len(cases)))
-            for tp in (most, least)
+            tables.interval(mine[mine["tp"] == tp], "adapter_cost", level) for tp in (most, least)
         )
         values = (100 * highest.centre, 100 * highest.low, 100 * highest.high)
         entry = _of(mine, backend, most, values, 100 * lowest.centre, least)
-        found.append(replace(entry, reference_low=100 * lowest.low, reference_high=100 * lowest.high))
+        ends = 100 * lowest.low, 100 * lowest.high
+        found.append(replace(entry, judged=highest.n > 1, reference_low=ends[0], reference_high=ends[1]))
     return found
 
 
@@ -113,7 +115,7 @@ def together(count: int) -> float:
 def lora_shares(frame: pd.DataFrame) -> list[Evidence]:
     """C2: the greater of compute share and memory share (counted bytes per rank) of one LoRA adapter, in percent.
 
-    `reference` is 1 for a published model's shapes, 0 for those of a model that the project generates.
+    `reference` is 1 for a published model's shapes (`source: hub`), 0 for those of any other.
     """
     found = []
     for part, tp in _parts(frame):
@@ -132,7 +134,7 @@ def lora_shares(frame: pd.DataFrame) -> list[Evidence]:
                 f"model {row['model']}, rank {tables.number(row.get('rank_equivalent'))}: compute {compute:.2f} %, "
                 f"memory of a rank {memory:.2f} %"
             )
-            published = float(str(row["model"]) not in GENERATED)
+            published = float(row.get("model_source") == "hub")
             values = (max(compute, memory), np.nan, np.nan)
             found.append(_of(mine, backend, tp, values, published, tp, note))
     return found

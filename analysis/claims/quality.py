@@ -19,7 +19,8 @@ def differences(table: pd.DataFrame) -> list[Evidence]:
 
     Open are the tasks that can differ, so are not `Point.saturated`: the others would pull every difference towards 0.
     A budget without any open task has no entry. Of the structure that TESSA's configuration chooses by default, where
-    it was trained, else of the first. `gpu` says that the base model is a published one, not one trained here.
+    it was trained, else of the first. `gpu` says that base model and tasks are published ones; the skills that this
+    project makes count as its own on any base model.
     """
     if table.empty:
         return []

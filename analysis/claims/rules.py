@@ -14,7 +14,8 @@ COMMON = (
     "The evidence that is held against the rule is measured where there is any, else emulated, else modelled; of one "
     "provenance, that on GPUs goes first. Emulated and modelled evidence can at most give `partly`, and so can a "
     "number measured on a CPU where the claim is a number on GPUs (C1, C6); of these, only a number on GPUs gives "
-    "`not`. Of measured costs and speed-ups, measure=smoke does not count, nor do more ranks than cores; their "
+    "`not`. Of measured costs and speed-ups, measure=smoke does not count, nor does a single round, which has no "
+    "interval, nor do more ranks than cores; their "
     "intervals are widened so that those of all settings hold at once (Bonferroni)."
 )
 COST_POINTS = 5.0

@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis import claims, figures
 from analysis.report import html, own_tables
-from tessa.errors import UserError
+from experiments.disk import disk_errors
 
 LOG_LINES = 25
 
@@ -22,7 +22,7 @@ def write(frame: pd.DataFrame, results: Path, out: Path, reference: bool = False
 
     Figures are drawn anew and embedded. Raises UserError if `out` cannot be written.
     """
-    try:
+    with disk_errors(out, "--out"):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             drawn = figures.draw_all(frame, results, Path(folder), reference)
@@ -46,8 +46,6 @@ def write(frame: pd.DataFrame, results: Path, out: Path, reference: bool = False
         index = out / "index.html"
         text = html.index_page(shown, present, rows, drawn.missing, reference, own)
         index.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the report cannot be written to {out}: {error.strerror or error}") from error
     return [index, *pages]
 
 

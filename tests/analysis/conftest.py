@@ -10,6 +10,7 @@ from pathlib import Path
 import analysis_store
 import pytest
 
+from experiments import provenance
 from experiments.projection.runner import ProjectionSpec
 from experiments.projection.runner import run as project
 
@@ -32,7 +33,11 @@ def complete_results(full_results: Path, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("complete") / "results"
     shutil.copytree(full_results, folder)
     spec = ProjectionSpec(models=("llama-3.1-8b",), gpus=("h100",), tps=(1, 2, 8))
-    project(spec, folder / "projection")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            provenance, "command", lambda: None
+        )  # pytest's own command is not one of the projection's
+        project(spec, folder / "projection")
     (folder / "layer_step").mkdir()
     analysis_store.layer_step_rows().to_csv(folder / "layer_step" / "rows.csv", index=False)
     return folder

@@ -55,6 +55,16 @@ def test_speedup_is_the_ratio_within_rounds(tmp_path, store_cell):
     assert (row["verdict"], row["provenance"]) == ("reproduced", "measured")
 
 
+def test_a_single_round_has_no_interval_and_decides_nothing(tmp_path, store_cell):
+    store_cell("slora", [100.0], labels=GPU, base=[200.0])
+    store_cell("tessa", [360.0], labels=GPU)
+    rows = verdicts(tmp_path)
+    for claim, value in (("C1", 50), ("C6", 3.6)):
+        assert (rows[claim]["verdict"], rows[claim]["ours"]) == ("not tested", None)
+        (listed,) = rows[claim]["evidence"]
+        assert (listed["value"], listed["judged"]) == (pytest.approx(value), False)
+
+
 @pytest.mark.parametrize(
     ("value", "low", "high", "verdict"),
     [(3.2, 2.0, 5.0, "reproduced"), (3.0, 2.0, 5.0, "partly"), (3.2, 3.1, 3.3, "partly")],
@@ -192,10 +202,10 @@ def test_costs_against_another_session_are_no_evidence(tmp_path, store_cell):
 
 
 @pytest.mark.parametrize(
-    ("model", "rank", "verdict"),
-    [("llama-3.1-8b", 1, "reproduced"), ("small", 1, "partly"), ("llama-3.1-8b", 16, "not")],
+    ("source", "rank", "verdict"),
+    [("hub", 1, "reproduced"), ("generated", 1, "partly"), ("path", 1, "partly"), ("hub", 16, "not")],
 )
-def test_shares_come_from_the_shapes(tmp_path, store_cell, model, rank, verdict):
+def test_shares_come_from_the_shapes(tmp_path, store_cell, source, rank, verdict):
     architecture = {
         "hidden_size": 1024,
         "intermediate_size": 2816,
@@ -204,10 +214,10 @@ def test_shares_come_from_the_shapes(tmp_path, store_cell, model, rank, verdict)
         "num_key_value_heads": 8,
     }
     config = {
-        "model": {"architecture": architecture, "vocab_size": 4096},
+        "model": {"architecture": architecture, "vocab_size": 4096, "source": source},
         "adapters": {"rank_equivalent": rank, "target_modules": analysis_store.ALL_MODULES.split("+")},
     }
-    store_cell("punica", [1.0, 1.0], config=config, counters=NONE, labels={"model": model})
+    store_cell("punica", [1.0, 1.0], config=config, counters=NONE)
     row = verdicts(tmp_path)["C2"]
     lora = 4 * rank * (4 * 2048 + 3 * (1024 + 2816))
     base = 4 * (4 * 1024**2 + 3 * 1024 * 2816) + 4096 * 1024

@@ -116,6 +116,7 @@ def test_collectives_from_stored_rows(tmp_path: Path) -> None:
     columns = ["backend", "kind", "message_bytes", "count", "transport", "ranks", "seconds", "oversubscribed"]
     (tmp_path / "collectives").mkdir()
     frame = pd.DataFrame(table, columns=columns).assign(machine="a processor, 2 cores")
+    frame = frame.assign(seconds_low=0.9 * frame.seconds, seconds_high=1.2 * frame.seconds)
     frame.to_csv(tmp_path / "collectives" / "rows.csv", index=False)
     found = collectives.errors(tmp_path)
     assert found["collectives_median_error"] == pytest.approx(0, abs=1e-3)

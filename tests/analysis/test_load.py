@@ -8,13 +8,8 @@ import pandas as pd
 import pytest
 
 from analysis import load
-from analysis.load import COLUMNS, SCHEMA_VERSION
-from experiments import store
+from analysis.load import COLUMNS
 from tessa.errors import UserError
-
-
-def test_schema_version_is_the_store_s():
-    assert SCHEMA_VERSION == store.SCHEMA_VERSION
 
 
 def test_one_row_per_cell_and_round(store_cell, tmp_path):
@@ -81,3 +76,24 @@ def test_another_schema_version_and_damage_are_named(store_cell, tmp_path):
     (folder / "summary.json").write_text(json.dumps({})[:1])
     with pytest.raises(UserError, match="cannot be read"):
         load(tmp_path / "results")
+
+
+@pytest.mark.parametrize(
+    ("gate", "labels", "said"),
+    [
+        ({"passed": True, "reference": "merged weights"}, {}, "passed"),
+        ({"passed": False, "reference": "merged weights"}, {}, "failed"),
+        (
+            {"passed": True, "reference": "none (dummy weights): base and mixed batch only"},
+            {},
+            "no merged weights",
+        ),
+        ({"passed": True, "reference": "merged weights"}, {"wrong_by_design": True}, "wrong by design"),
+        ({"passed": None, "reference": "none"}, {}, None),
+    ],
+)
+def test_only_outputs_that_were_held_against_merged_weights_have_passed(
+    tmp_path, store_cell, gate, labels, said
+):
+    store_cell("slora", [1.0, 2.0], gate=gate, labels=labels)
+    assert [None if pd.isna(g) else g for g in load(tmp_path / "results")["gate"]] == [said] * 2

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from analysis_store import trainings
-from scipy.stats import ttest_rel
+from scipy.stats import ttest_1samp, ttest_rel
 
 from analysis import quality
 from analysis.figures import quality as figures
@@ -38,6 +38,13 @@ def by_hand(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[list[str], list
     adjusted = [min(1, max(p * sum(q >= p for q in raw) for p in raw if p <= mine)) for mine in raw]
     assert any(a != pytest.approx(p) for a, p in zip(adjusted, raw, strict=True))
     return texts, [f"{p:.3f}" for p in adjusted]
+
+
+def test_p_is_that_of_the_paired_t_test_and_0_where_every_seed_differs_alike():
+    assert quality.p_value(np.array([1.0, 2.0, 4.0])) == pytest.approx(ttest_1samp([1, 2, 4], 0).pvalue)
+    assert quality.p_value(np.full(5, 0.01)) == 0
+    assert np.isnan(quality.p_value(np.zeros(5)))
+    assert np.isnan(quality.p_value(np.ones(1)))
 
 
 def test_holm_is_the_published_procedure():

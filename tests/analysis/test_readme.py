@@ -1,4 +1,4 @@
-"""The README's results come from the reference set, and a change of either is noticed."""
+"""The results in README.md and results/README.md come from the reference sets, and a change of either is noticed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ from analysis.__main__ import main
 from tessa.errors import UserError
 
 
+def marked(folder: Path) -> tuple[Path, Path]:
+    """Both pages in `folder`, with nothing between their marks."""
+    pages = folder / "README.md", folder / "DETAILS.md"
+    for page in pages:
+        page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    return pages
+
+
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A README with the results of a small store between its marks."""
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Both pages with the results of a small store between their marks, and the store."""
     root = tmp_path_factory.mktemp("readme")
     base = [100.0, 104.0, 96.0]
     for tp in (1, 2):
@@ -25,15 +33,17 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         if tp == 1:
             analysis_store.write_cell(root, "slora", [80.0, 83.0, 77.0], tp, base=base)
     analysis_store.write_cell(root, "slora", [], 2, status="failed")
-    file = root / "README.md"
-    file.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-    written = readme.write(file, root / "results")
-    assert [p.name for p in written] == ["README.md", "tp_scaling.png"]
-    return file, root / "results"
+    pages = marked(root)
+    written = readme.write(*pages, root / "results")
+    assert [p.name for p in written] == ["README.md", "DETAILS.md", "tp_scaling.png"]
+    return *pages, root / "results"
 
 
-def test_a_row_per_backend_with_both_degrees_claims_and_figure(shown: tuple[Path, Path]) -> None:
-    text = shown[0].read_text()
+@pytest.mark.parametrize("page", [0, 1])
+def test_a_row_per_backend_with_both_degrees_claims_and_figure(
+    shown: tuple[Path, Path, Path], page: int
+) -> None:
+    text = shown[page].read_text()
     assert text.startswith(f"before\n{readme.BEGIN}\n5 cells on a CPU, 2 cores")
     assert text.endswith(f"{readme.END}\nafter\n")
     named = [(line.split(" | ")[0].strip("| "), line) for line in text.splitlines() if line.startswith("| ")]
@@ -44,10 +54,11 @@ def test_a_row_per_backend_with_both_degrees_claims_and_figure(shown: tuple[Path
     assert rows["base"].count("–") == 2
     assert sum(name.startswith("C") for name in rows) == 6
     assert '<img src="results/figures/tp_scaling.png"' in text
+    assert ("[DETAILS.md](DETAILS.md)" in text) == (page == 0)
     assert readme.differences(*shown) == []
 
 
-def test_what_adapters_add_to_a_step_is_counted(shown: tuple[Path, Path]) -> None:
+def test_what_adapters_add_to_a_step_is_counted(shown: tuple[Path, Path, Path]) -> None:
     part = shown[0].read_text().partition("Counted on a decode step")[2]
     (row,) = (line for line in part.splitlines() if line.startswith("| TESSA |"))
     assert row.startswith("| TESSA | 0 | ")
@@ -71,36 +82,37 @@ def test_a_benchmarks_table_is_shown_unless_its_tree_was_dirty(tmp_path: Path) -
     assert benchmarks.tables(tmp_path) == []
 
 
-def test_another_number_in_the_readme_or_figure_is_found(shown: tuple[Path, Path], tmp_path: Path) -> None:
-    file, results = shown
-    text = file.read_text()
-    changed = file.with_name("CHANGED.md")
-    changed.write_text(text.replace("95.0", "99.0", 1))
-    (found,) = readme.differences(changed, results)
-    assert "99.0" in found
-    changed.write_text(text.replace("\n" + readme.END, "one more line\n" + readme.END))
-    assert len(readme.differences(changed, results)) == 1
+def test_another_number_in_the_readme_or_figure_is_found(shown: tuple[Path, Path, Path]) -> None:
+    *pages, results = shown
+    for page in pages:
+        text = page.read_text()
+        page.write_text(text.replace("95.0", "99.0", 1))
+        (found,) = readme.differences(*shown)
+        assert "99.0" in found
+        page.write_text(text.replace("\n" + readme.END, "one more line\n" + readme.END))
+        assert len(readme.differences(*shown)) == 1
+        page.write_text(text)
     image = results / "figures" / "tp_scaling.png"
     kept = image.read_bytes()
     try:
         picture = plt.imread(image)
         plt.imsave(image, picture[::-1])
-        assert readme.differences(file, results) == [f"{image} is not what the reference set gives"]
+        assert readme.differences(*pages, results) == [f"{image} is not what the reference set gives"]
         plt.imsave(image, picture)
-        assert readme.differences(file, results) == []
+        assert readme.differences(*pages, results) == []
         image.unlink()
-        assert readme.differences(file, results) == [f"{image} is missing"]
+        assert readme.differences(*pages, results) == [f"{image} is missing"]
     finally:
         image.write_bytes(kept)
 
 
-def test_another_result_is_found(shown: tuple[Path, Path], tmp_path: Path) -> None:
-    _, results = shown
+def test_another_result_is_found(shown: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    results = shown[2]
     cell = next((results / "tp_scaling").glob("tessa-tp2*/summary.json"))
     kept = cell.read_text()
     try:
         cell.write_text(kept.replace("95.0", "60.0"))
-        assert len(readme.differences(*shown)) == 2
+        assert len(readme.differences(*shown)) == 3  # both pages and the figure
     finally:
         cell.write_text(kept)
 
@@ -109,38 +121,53 @@ def test_another_machines_set_is_shown_after_the_first(tmp_path: Path) -> None:
     analysis_store.write_cell(tmp_path, "base", [100.0, 104.0, 96.0])
     (tmp_path / "results").rename(tmp_path / "results_x1")
     analysis_store.write_cell(tmp_path, "base", [50.0, 52.0, 48.0])
-    file, results = tmp_path / "README.md", tmp_path / "results"
-    file.write_text(f"{readme.BEGIN}\n{readme.END}\n")
-    written = [path.relative_to(tmp_path).as_posix() for path in readme.write(file, results)]
-    assert written == ["README.md", "results/figures/tp_scaling.png", "results_x1/figures/tp_scaling.png"]
-    first, _, other = file.read_text().partition("**Another machine, x1.** 1 cells on a CPU, 2 cores")
+    pages, results = marked(tmp_path), tmp_path / "results"
+    written = [path.relative_to(tmp_path).as_posix() for path in readme.write(*pages, results)]
+    drawn = ["results/figures/tp_scaling.png", "results_x1/figures/tp_scaling.png"]
+    assert written == ["README.md", "DETAILS.md", *drawn]
+    assert "x1" not in pages[0].read_text()
+    first, _, other = pages[1].read_text().partition("**Another machine, x1.** 1 cells on a CPU, 2 cores")
     assert "| base | 50.0" in first
     assert "| base | 100.0" in other
-    assert "`python -m analysis table results_x1`" in other
-    assert "`python -m analysis report results_x1`" in other
+    assert "`python -m analysis table results/results_x1`" in other
+    assert "`python -m analysis report results/results_x1`" in other
     assert 'src="results_x1/figures/tp_scaling.png"' in other
-    assert readme.differences(file, results) == []
+    assert readme.differences(*pages, results) == []
     (tmp_path / "results_x1" / "figures" / "old.png").write_bytes(b"")
-    assert len(readme.differences(file, results)) == 1
+    assert len(readme.differences(*pages, results)) == 1
 
 
 def test_an_empty_set_says_how_to_fill_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "README.md"
-    file.write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    file, details = marked(tmp_path)
     (tmp_path / "none").mkdir()
-    arguments = ["readme", "--readme", str(file), "--results", str(tmp_path / "none")]
+    arguments = [
+        "readme",
+        "--readme",
+        str(file),
+        "--details",
+        str(details),
+        "--results",
+        str(tmp_path / "none"),
+    ]
     assert main([*arguments, "--check"]) == 1
     assert "python -m analysis readme" in capsys.readouterr().err
     assert main(arguments) == 0
     assert "make reference" in file.read_text()
     assert main([*arguments, "--check"]) == 0
+    before = details.read_text()
     file.write_text("no marks")
     with pytest.raises(UserError, match="put the two lines"):
-        readme.write(file, tmp_path / "none")
+        readme.write(details, file, tmp_path / "none")
+    assert details.read_text() == before
+    file.unlink()
+    assert main(arguments) == 2
+    assert "is no file" in capsys.readouterr().err
 
 
 def test_the_readme_is_what_the_reference_set_gives(repo_root: Path) -> None:
-    found = readme.differences(repo_root / "README.md", repo_root / readme.REFERENCE)
+    found = readme.differences(
+        repo_root / "README.md", repo_root / readme.DETAILS, repo_root / readme.REFERENCE
+    )
     assert not found, "write them anew with `python -m analysis readme`:\n" + "\n".join(found)
 
 

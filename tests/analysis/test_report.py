@@ -139,7 +139,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     (tmp_path / "none").mkdir()
     assert main(["report", str(tmp_path / "none"), "--out", str(tmp_path / "file")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "a file is in the way. Choose another folder with --out" in capsys.readouterr().err
 
 
 def test_provenance_tells_clean_from_dirty(store_cell, tmp_path):
