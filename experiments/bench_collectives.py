@@ -1,8 +1,8 @@
 """Collectives on real ranks of this machine's CPU, against the alpha-beta model that the projection uses.
 
 ``python -m experiments.bench_collectives [--tp 2 4] [--transports shm gloo gloo_netns] [--out FOLDER]`` times
-all-reduce, all-gather and gather over message sizes, and the messages of one layer of `small` as base, S-LoRA and
-TESSA send them, with vLLM's communicator for the CPU:
+all-reduce, all-gather and gather over message sizes, and the messages of one layer of `small` at rank 8 as base,
+S-LoRA and TESSA send them, with vLLM's communicator for the CPU:
 
 - ``shm``: vLLM's shared-memory collectives;
 - ``gloo``: PyTorch's gloo over the loopback device;
@@ -37,12 +37,13 @@ import pandas as pd
 
 from experiments import provenance
 from experiments.bench_rows import check_least, store, user_errors_in_a_line
+from experiments.disk import check_writable
 from experiments.projection.links import calls_per_layer, per_layer, predict
 from tessa.errors import UserError
 
 TRANSPORTS = ("shm", "gloo", "gloo_netns")
 SWEEP_BYTES = tuple(1024 * 4**i for i in range(7))  # 1 KiB to 4 MiB
-HIDDEN, TOKENS, RANK = 1024, (8, 32), 8  # `small`; the kernels pad rank 4 to 8
+HIDDEN, TOKENS, RANK = 1024, (8, 32), 8
 KINDS = ("all_reduce", "all_gather", "gather")
 HOSTS = ("10.231.7.1", "10.231.7.2")
 ROUND_S = 0.15
@@ -298,13 +299,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_least(arguments, rounds=1)
     if min(arguments.tp) < 2:
         raise UserError(f"--tp {min(arguments.tp)}: collectives need 2 ranks or more")
-    rows = run(arguments.transports, arguments.tp, arguments.out, arguments.rounds)
+    out = check_writable(arguments.out, "--out")
+    rows = run(arguments.transports, arguments.tp, out, arguments.rounds)
     found = predict(rows)
     links = found.drop_duplicates(["transport", "ranks", "kind"])
     held = found[found.held_out].assign(error=lambda f: (f.ratio - 1).abs())
     errors = held.groupby(["transport", "ranks", "kind"]).error.agg(["median", "max"]).reset_index()
     table = links[["transport", "ranks", "kind", "alpha_s", "bandwidth"]].merge(errors)
-    table.to_csv(arguments.out / "links.csv", index=False)
+    table.to_csv(out / "links.csv", index=False)
     shown = table.assign(alpha_us=table.alpha_s * 1e6, GB_s=table.bandwidth / 1e9).drop(
         columns=["alpha_s", "bandwidth"]
     )
@@ -312,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = per_layer(found).assign(
         measured_us=lambda f: f.seconds * 1e6, predicted_us=lambda f: f.predicted_s * 1e6
     )
-    print("\ncollectives of one layer of `small`, 32 tokens:")
+    print(f"\ncollectives of one layer of `small`, rank {RANK}, 32 tokens:")
     print(layers.drop(columns=["seconds", "predicted_s"]).round(2).to_string(index=False))
     return 0
 

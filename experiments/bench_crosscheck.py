@@ -28,6 +28,7 @@ from experiments import config as schema
 from experiments import models, provenance
 from experiments.backends import known_backends, resolve
 from experiments.bench_rows import store
+from experiments.disk import check_writable
 from experiments.engine.parent import EngineProcess, make_engine
 from experiments.grid import EngineGroup, engine_identity
 from experiments.measure import summarise
@@ -262,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--rounds {arguments.rounds} --requests {arguments.requests}: give 1 or more of both, and at most "
                 f"{TOKEN_BUDGET} requests"
             )
+        check_writable(arguments.out, "--out")
         cache = models.default_cache()
         offline = [p for p in PARTS if p in arguments.parts and p.startswith("throughput")]
         served = [p for p in PARTS if p in arguments.parts and p.startswith("serve")]

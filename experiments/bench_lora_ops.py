@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     check_least(arguments, repeats=1)
-    git = provenance.git_state()
+    out, git = out_folder(arguments.out, RESULTS, arguments.quick), provenance.git_state()
     torch.set_num_threads(1)
     points = [
         (name, tokens, slots, rank)
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with torch.inference_mode():
         rows = [compare(n, t, s, r, t > 32, arguments.repeats) for n, t, s, r in points]
     table = pd.DataFrame(rows)
-    if (out := out_folder(arguments.out, RESULTS, arguments.quick)) is not None:
+    if out is not None:
         store(table.assign(model="small", dtype="float32", threads=1), "lora_ops", out, git)
     print(table.round(2).to_string(index=False))
     return 0

@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from experiments import provenance
+from experiments.disk import check_writable, disk_errors
 from tessa.errors import UserError
 
 
@@ -34,10 +35,11 @@ def store(rows: pd.DataFrame, name: str, out: Path, git: dict[str, Any], device:
         git_dirty=git["dirty"],
         command=provenance.command(),
     )
-    out.mkdir(parents=True, exist_ok=True)
-    part = out / "rows.csv.part"
-    rows.to_csv(part, index=False)
-    part.replace(out / "rows.csv")
+    with disk_errors(out, "--out"):
+        out.mkdir(parents=True, exist_ok=True)
+        part = out / "rows.csv.part"
+        rows.to_csv(part, index=False)
+        part.replace(out / "rows.csv")
     return rows
 
 
@@ -53,8 +55,12 @@ def measured_on(device: str) -> dict[str, str]:
 
 
 def out_folder(given: Path | None, full: Path, quick: bool) -> Path | None:
-    """Where the rows go: the folder that was given, else ``full``; a quick run does not replace the full table."""
-    return given or (None if quick else full)
+    """Where the rows go: the folder that was given, else ``full``; a quick run does not replace the full table.
+
+    Asked before anything is measured: UserError where that folder cannot be written to.
+    """
+    out = given or (None if quick else full)
+    return None if out is None else check_writable(out, "--out")
 
 
 def check_least(arguments: argparse.Namespace, **least: int) -> None:

@@ -187,14 +187,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     check_least(arguments, tp=1, repeats=1, threads=1)
-    git = provenance.git_state()
+    out, git = out_folder(arguments.out, RESULTS, arguments.quick), provenance.git_state()
     torch.set_num_threads(arguments.threads)
     with torch.inference_mode():
         rows = measure(
             arguments.model, arguments.tp, arguments.rank, points(arguments.quick), arguments.repeats
         )
     setting = {name: getattr(arguments, name) for name in ("model", "tp", "rank", "threads", "repeats")}
-    if (out := out_folder(arguments.out, RESULTS, arguments.quick)) is not None:
+    if out is not None:
         store(rows.assign(**setting), "schedules", out, git)
     print(shown(rows).to_string())
     return 0

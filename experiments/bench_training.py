@@ -24,12 +24,14 @@ import pandas as pd
 
 from experiments import provenance
 from experiments.bench_rows import check_least, store, user_errors_in_a_line
+from experiments.disk import check_writable
+from experiments.measure.memory import step_peak_bytes
 from tessa.errors import UserError
+from tessa.slices import ALL_MODULES
 
 if TYPE_CHECKING:
     import torch
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 HEAD_DIM = 64
 
 
@@ -88,38 +90,6 @@ class Trainee:
         self.measured.resident_bytes = sum(t.nbytes for t in (*self.model.parameters(), *state))
 
 
-def step_peak_bytes(step: Any, cuda: bool) -> int:
-    """Most memory that tensors made during ``step()`` hold at once, in bytes."""
-    import torch
-
-    if cuda:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        step()
-    changes: list[tuple[int, int]] = []
-    profiler: Any = profile.profiler
-    pending = list(profiler.kineto_results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending.extend(event.children)
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
-    if not changes:
-        raise RuntimeError("the profiler recorded no allocations; this build of torch cannot measure memory")
-    held = peak = 0
-    for _, size in sorted(changes):
-        held += size
-        peak = max(peak, held)
-    return peak
-
-
 def device() -> str:
     import torch
 
@@ -151,11 +121,14 @@ def build(args: argparse.Namespace) -> list[Trainee]:
     base = base.to(device=device(), dtype=getattr(torch, args.dtype))
     autocast = getattr(torch, args.autocast) if args.autocast else None
     configs: list[tuple[str, Any]] = [
-        ("lora", peft.LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=TARGETS))
+        ("lora", peft.LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=list(ALL_MODULES)))
     ]
     for placement in args.placement:
         tessa = TessaConfig(
-            rank_equivalent=args.rank, placement=placement, shards=args.shards, target_modules=TARGETS
+            rank_equivalent=args.rank,
+            placement=placement,
+            shards=args.shards,
+            target_modules=list(ALL_MODULES),
         )
         configs.append((f"tessa-{placement}", tessa))
     trainees = []
@@ -296,13 +269,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 @user_errors_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    git = provenance.git_state()
+    out, git = check_writable(args.out, "--out"), provenance.git_state()
     found = rows(run(args))
     print(table(found))
     sizes = ("hidden", "intermediate", "layers", "gqa", "vocab", "batch", "tokens", "rank", "shards")
     setting = (*sizes, "dtype", "autocast", "checkpointing")
     found = found.assign(**{name: getattr(args, name) for name in setting})
-    store(found, "training", args.out, git, device())
+    store(found, "training", out, git, device())
     return 0
 
 

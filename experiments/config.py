@@ -17,12 +17,11 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from baselines import REGISTRY
 from tessa.errors import UserError
-from tessa.slices import PLACEMENTS
+from tessa.slices import ALL_MODULES, PLACEMENTS
 
 BACKEND_ORDER = tuple(REGISTRY)
 """The order of backends in every run, table and figure; names that are not listed follow, sorted."""
 
-ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OFFSETS = ("first", "random")
 """Rules for generated adapters: the others of `tessa.offsets` choose by data, which random weights do not have."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -1,13 +1,17 @@
-"""Stopping in order: signals as KeyboardInterrupt, never in the middle of cleaning up."""
+"""Stopping in order: signals as KeyboardInterrupt, never in the middle of cleaning up; a process with its children."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+
+STOP_GRACE_S = 30.0
 
 
 class StopSignals:
@@ -54,3 +58,13 @@ class StopSignals:
             if not self._shields and self._waiting is not None:
                 name, self._waiting = self._waiting, None
                 raise KeyboardInterrupt(name)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a session of its own, and what it has started."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -25,6 +25,7 @@ import numpy as np
 import pandas as pd
 
 from experiments import claims
+from experiments.disk import disk_errors, writable
 from experiments.provenance import scrub
 from tessa.errors import UserError
 
@@ -34,6 +35,33 @@ LOG_NAME = "engine.log"
 LOG_LIMIT = 2_000_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _PARTIAL = re.compile(r"\.(?P<kind>tmp|old)-(?P<cell>.+)-(?P<owner>[0-9a-f]{12}\.\d+)-[0-9a-f]{8}")
+
+
+def summaries(results_dir: str | Path, experiment: str | None = None) -> Iterator[dict[str, Any]]:
+    """The stored summaries, with the cell's folder relative to `results_dir` as `folder`."""
+    root = Path(results_dir)
+    for file in sorted(root.glob(f"{experiment or '*'}/*/summary.json")):
+        if file.parent.name.startswith("."):
+            continue
+        try:
+            summary = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read ({error}); delete its folder and run again") from error
+        if summary.get("schema_version") != SCHEMA_VERSION:
+            raise UserError(
+                f"{file} has schema version {summary.get('schema_version')}, this code reads {SCHEMA_VERSION}: "
+                "use the code that wrote it, or move it away"
+            )
+        yield {**summary, "folder": str(file.parent.relative_to(root)), "config": _config(file.parent)}
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    """What determines the cell; None where that file is absent or damaged: the numbers do not depend on it."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
 
 
 class Store:
@@ -49,11 +77,8 @@ class Store:
         self.experiment = experiment
         self.folder = self.results / experiment
         if create:
-            with _disk_errors(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                probe = self.folder / f".probe-{uuid.uuid4().hex[:8]}"
-                probe.write_bytes(b"x")
-                probe.unlink()
+            writable(self.folder)
+            with disk_errors(self.folder):
                 self._recover()
         self._check_schema()
 
@@ -94,13 +119,13 @@ class Store:
     def scratch(self, purpose: str) -> Path:
         """A new hidden folder of this run; a later run clears it if this one dies."""
         folder = self._hidden("tmp", purpose)
-        with _disk_errors(self.folder):
+        with disk_errors(self.folder):
             folder.mkdir(parents=True)
         return folder
 
     def claim(self, cell: str) -> claims.Claim | None:
         """The right to run a cell, or None while another run holds it."""
-        with _disk_errors(self.folder):
+        with disk_errors(self.folder):
             return claims.acquire(self.folder / ".claims" / f"{self.path(cell).name}.claim")
 
     def claimed_by(self, cell: str) -> str | None:
@@ -158,7 +183,7 @@ class Store:
         """
         file = self.path(cell) / "summary.json"
         temporary = self._hidden("tmp", cell)
-        with _disk_errors(self.folder):
+        with disk_errors(self.folder):
             try:
                 temporary.mkdir()
                 _write_json(temporary / file.name, summary)
@@ -180,7 +205,7 @@ class Store:
     ) -> None:
         """Makes `final` a folder of these files, in place of a former one: whole, or not at all."""
         temporary = self._hidden("tmp", final.name)
-        with _disk_errors(self.folder):
+        with disk_errors(self.folder):
             try:
                 temporary.mkdir(parents=True)
                 for name, document in documents.items():
@@ -282,25 +307,3 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turns the errors of a disk into one line that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        advice = {
-            errno.ENOSPC: "the disk is full. Free some space and run again; finished cells are kept.",
-            errno.EDQUOT: "the quota is used up. Free some space and run again; finished cells are kept.",
-            errno.EROFS: "the file system is read-only. Choose another folder with paths.results=...",
-            errno.EACCES: "no permission to write there. Choose another folder with paths.results=...",
-            errno.EPERM: "no permission to write there. Choose another folder with paths.results=...",
-            errno.ENOTDIR: "a part of that path is a file. Choose another folder with paths.results=...",
-            errno.EEXIST: "a file is in the way. Choose another folder with paths.results=...",
-            errno.EFBIG: "a file would be larger than this process may write (ulimit -f). Raise the limit.",
-        }.get(
-            error.errno or 0,
-            f"{error.strerror or error}. Finished cells are kept; run again once it is mended.",
-        )
-        raise UserError(f"cannot write results to {folder}: {advice}") from error

@@ -6,22 +6,21 @@ and `QualitySpec`; an unknown one is an error.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import provenance
 from experiments.kinds import check_kinds
-from experiments.stopping import StopSignals
-from experiments.store import Store
+from experiments.stopping import StopSignals, stop
+from experiments.store import summaries
 from tessa.errors import UserError
 from tessa.vllm.lifetime import die_with_parent
 
@@ -83,21 +82,8 @@ def _projection(config: RunConfig, results: Path, looking: bool) -> int:
         return 0
     from experiments.projection.own_cells import points
 
-    run(spec, out, cells=points(_stored(results)))
+    run(spec, out, cells=points(summaries(results)))
     return 0
-
-
-def _stored(results: Path) -> Iterator[dict[str, Any]]:
-    """Summaries of all stored cells, each with its `config`, or None where that cannot be read."""
-    for name in sorted({file.parent.parent.name for file in results.glob("*/[!.]*/summary.json")}):
-        store = Store(results, name, create=False)
-        for cell in store.cells():
-            config = None
-            with contextlib.suppress(OSError, ValueError):
-                config = json.loads((store.path(cell) / "config.json").read_text(encoding="utf-8"))
-            summary = store.summary(cell)
-            if summary is not None:
-                yield {**summary, "config": config}
 
 
 def _layer_step(config: RunConfig, results: Path, looking: bool) -> int:
@@ -143,8 +129,6 @@ def _measure(spec: dict[str, Any], out: Path, force: bool) -> int:
 
     SIGINT, SIGTERM and SIGHUP end it with its children and are then raised as KeyboardInterrupt.
     """
-    from experiments.vllm_bench import stop
-
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "spec.json"
         file.write_text(json.dumps(spec), encoding="utf-8")

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import IO, Any
 from experiments.engine.http_child import claim_port
 from experiments.engine.parent import root_cause
 from experiments.engine.setup import COMMON_ENV, EngineSetup
+from experiments.stopping import stop
 from experiments.workload import Workload
 from tessa.errors import UserError
 from tessa.vllm.lifetime import die_with_parent
@@ -33,7 +33,6 @@ FIRST_ID, FIRST_CHARACTER, CHARACTERS = 3, ord("!"), 94
 SEED = 0
 START_TIMEOUT_S = 600.0
 COMMAND_TIMEOUT_S = 3600.0
-STOP_GRACE_S = 30.0
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 
 
@@ -182,16 +181,6 @@ def launch(command: Sequence[str], environment: Mapping[str, str], out: IO[bytes
         start_new_session=True,
         preexec_fn=die_with_parent,
     )
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a session of its own, and what it has started."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 @contextlib.contextmanager

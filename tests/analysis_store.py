@@ -10,12 +10,13 @@ import numpy as np
 import pandas as pd
 
 from baselines import REGISTRY
+from tessa import slices
 
 CLEAN = {"sha": "c" * 40, "dirty": False}
 DIRTY = {"sha": "d" * 40, "dirty": True}
 SERVED = ("base", "plain_lora", "punica", "slora", "tessa")
 COST = {"base": 0.0, "plain_lora": 0.25, "punica": 0.14, "slora": 0.22, "tessa": 0.04, "bd_lora": 0.08}
-ALL_MODULES = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
+ALL_MODULES = "+".join(slices.ALL_MODULES)
 
 
 def write_cell(

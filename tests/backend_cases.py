@@ -19,21 +19,21 @@ from warm import WarmEngine
 
 from experiments import models
 from experiments.adapters import AdapterSet, ensure_adapters
-from experiments.config import ALL_MODULES, GateConfig, MeasureConfig, RunConfig
+from experiments.config import GateConfig, MeasureConfig, RunConfig
 from experiments.engine import gate as gating
 from experiments.engine.build import build_setup
 from experiments.engine.gate import GateRequest
 from experiments.engine.parent import EngineProcess
 from experiments.engine.setup import EngineSetup
 from tessa.budget import matched_bd_rank
-from tessa.ops.schedule import MODES
+from tessa.ops.gpu_schedule import MODES
+from tessa.slices import ALL_MODULES, ATTENTION
 
 MODEL = "tiny_gqa"  # 8 heads over 2 KV heads: at TP 4 two ranks share each KV head
 SPEC = models.load_named(MODEL)
 LORA = ("plain_lora", "punica", "slora", "bd_lora")
 WITHOUT_ADAPTERS = ("base", "base_enabled", "merged")
 SLOTS = 4
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 MIXTURE: list[dict[str, Any]] = [
     {"rank": 8, "modules": ALL_MODULES, "placement": "across", "offset": "random"},

@@ -23,7 +23,8 @@ import tessa.peft
 from experiments import models
 from experiments.engine.http_child import claim_port
 from experiments.engine.setup import COMMON_ENV, cpu_env
-from experiments.vllm_bench import START_TIMEOUT_S, healthy, launch, stop
+from experiments.stopping import stop
+from experiments.vllm_bench import START_TIMEOUT_S, healthy, launch
 from tessa.adapter_io import read_adapter
 
 REPO = Path(__file__).resolve().parents[1]

@@ -30,12 +30,11 @@ from experiments.engine.parent import EngineError, EngineProcess
 from experiments.engine.setup import EngineSetup, offline_env
 from tessa.backend import BackendSpec
 from tessa.errors import UserError
+from tessa.slices import ALL_MODULES, ATTENTION
 
 REPO = Path(__file__).resolve().parents[2]
 UPSTREAM = REPO / "baselines" / "upstream"
 IMPORT_TIMEOUT_S = 120.0
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-PROJECTIONS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def engine_class(spec: BackendSpec) -> Any:
@@ -177,7 +176,7 @@ class PunicaEngine(EngineProcess):
 
     @classmethod
     def check(cls, group: Any) -> None:
-        _check_upstream(group, cls.variable, cls.environment, "punica", set(PROJECTIONS))
+        _check_upstream(group, cls.variable, cls.environment, "punica", set(ALL_MODULES))
         ranks = set(build.adapter_ranks(group.engine["adapters"]))
         if len(ranks) > 1:
             raise UserError(

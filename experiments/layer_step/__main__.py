@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import provenance
+from experiments.disk import writable
 from experiments.layer_step.rows import RowFile, table
 from experiments.layer_step.spec import LayerStepSpec, points
 from tessa.errors import UserError
@@ -82,6 +83,7 @@ def run(spec: LayerStepSpec, out: Path, force: bool = False, command: str | None
     Rows keep `command`: what was typed to make them.
     """
     begin = time.monotonic()
+    writable(out)
     from experiments.layer_step.environment import write_environment
     from experiments.layer_step.measure import Bench
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 def write_environment(out: Path, spec: LayerStepSpec, machine: Machine, git: dict[str, Any]) -> None:
-    """`environment.json` and `spec.json` in `out`, which is created."""
-    out.mkdir(parents=True, exist_ok=True)
+    """`environment.json` and `spec.json` in `out`."""
     environment = {
         "git_submit": provenance.submit_state(),
         "git_start": git,

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from experiments import provenance
-from experiments.bench_rows import store, user_errors_in_a_line
+from experiments.bench_rows import out_folder, store, user_errors_in_a_line
 from experiments.measure import metrics
 from experiments.measure.arrays import MetricOptions, RunArrays
 from experiments.measure.load import LoadOptions, run_load
@@ -82,16 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="also write the numbers to rows.csv in this folder")
     arguments = parser.parse_args(argv)
-    git = provenance.git_state()
+    out, git = out_folder(arguments.out, Path(), quick=True), provenance.git_state()
     found = row(measure(arguments.rate, arguments.seconds, arguments.spin), arguments.tolerance)
     p50, p99, worst = (found[f"schedule_lag_s_{name}"] * 1e3 for name in ("p50", "p99", "max"))
     verdict = "within" if found["within"] else "ABOVE"
     print(f"{found['requests']} requests at {found['sent_rate']:.1f}/s")
     print(f"schedule lag p50 {p50:.2f} ms, p99 {p99:.2f} ms, max {worst:.2f} ms")
     print(f"p99 {verdict} the tolerance of {arguments.tolerance * 1e3:g} ms")
-    if arguments.out is not None:
+    if out is not None:
         setting = {"rate": arguments.rate, "seconds": arguments.seconds, "spin_s": arguments.spin}
-        store(pd.DataFrame([setting | found]), "schedule_lag", arguments.out, git)
+        store(pd.DataFrame([setting | found]), "schedule_lag", out, git)
     return 0 if found["within"] else 1
 
 

@@ -8,20 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.config import ALL_MODULES
 from experiments.identity import canonical_hash
 from experiments.quality import skills
 from tessa.errors import UserError
+from tessa.offsets import OFFSET_RULES
+from tessa.slices import ALL_MODULES, ATTENTION, MLP, PLACEMENTS
 
 PROTOCOLS = ("skills", "metamath", "commonsense")
 METHODS = ("base", "full", "lora", "bd_lora", "tessa")
-PLACEMENTS = ("across", "along")
 SCHEDULES = ("cosine", "linear")
-OFFSET_RULES = ("first", "random", "weight", "gradient")
 TARGETS: dict[str, tuple[str, ...]] = {
     "all": ALL_MODULES,
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "attention": ATTENTION,
+    "mlp": MLP,
     "qv": ("q_proj", "v_proj"),
     "qkvud": ("q_proj", "k_proj", "v_proj", "up_proj", "down_proj"),
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from experiments.measure.memory import step_peak_bytes
 from experiments.quality.data import collate
 from experiments.quality.spec import QualitySpec
 
@@ -101,8 +102,6 @@ def _static_bytes(model: Any, trainable: Sequence[torch.nn.Parameter]) -> int:
 
 def _step_bytes(model: Any, rows: Sequence[Row], pad: int | None) -> int:
     """The most that one forward and backward pass holds, gradients of trained weights taken off."""
-    from experiments.bench_training import step_peak_bytes
-
     model.train()
     batch = collate(rows, pad)
     peak = step_peak_bytes(lambda: model(**batch).loss.backward(), False)

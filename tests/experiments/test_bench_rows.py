@@ -10,7 +10,16 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments import bench_lora_ops, bench_rows, bench_schedules, provenance
+from experiments import (
+    bench_collectives,
+    bench_crosscheck,
+    bench_lora_ops,
+    bench_rows,
+    bench_schedules,
+    bench_training,
+    provenance,
+)
+from experiments.measure import selfcheck
 
 GIT = {"sha": "c" * 40, "dirty": False}
 
@@ -63,6 +72,24 @@ def test_wrong_arguments_are_one_line(
 ) -> None:
     assert bench.main(arguments.split()) == 2
     assert capsys.readouterr().err == f"error: {said}\n"
+
+
+@pytest.mark.parametrize(
+    "bench", [bench_lora_ops, bench_schedules, bench_training, bench_collectives, bench_crosscheck, selfcheck],
+    ids=lambda bench: bench.__name__,
+)  # fmt: skip
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        pytest.fail("measured first")
+
+    for name in ("measure", "compare", "run", "prepare"):
+        if hasattr(bench, name):
+            monkeypatch.setattr(bench, name, never)
+    (tmp_path / "file").write_text("")
+    assert bench.main(["--out", str(tmp_path / "file" / "x")]) == 2
+    assert "a part of that path is a file. Choose another folder with --out" in capsys.readouterr().err
 
 
 def test_an_unknown_model_is_one_line(

@@ -9,7 +9,8 @@ pytest.importorskip("peft")
 
 import torch
 
-from experiments.bench_training import main, parse, ratios, step_peak_bytes
+from experiments.bench_training import main, parse, ratios
+from experiments.measure.memory import step_peak_bytes
 
 
 def test_peak_counts_what_lives_at_once():

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from experiments import studies
 from experiments.config import PathsConfig, RunConfig, build
-from experiments.store import Store
+from experiments.store import Store, summaries
 from tessa.errors import UserError
 
 STARTER = """
@@ -83,7 +83,7 @@ def test_a_projection_reads_the_stored_cells(tmp_path: Path) -> None:
     store.write("base-tp2-y", {"tp": 2}, {"status": "failed", "hash": "y"})
     (tmp_path / "tp_scaling" / "base-tp2-y" / "config.json").write_text("{")
     (tmp_path / "no experiment").mkdir()
-    found = list(studies._stored(tmp_path))
+    found = list(summaries(tmp_path))
     assert [(s["hash"], s["config"]) for s in found] == [("x", {"tp": 1}), ("y", None)]
 
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from experiments import bench_crosscheck, models, vllm_bench
 from experiments.engine.setup import EngineSetup
+from experiments.stopping import stop
 from experiments.vllm_bench import Bench
 from tessa.errors import UserError
 
@@ -92,7 +93,7 @@ def test_a_stopped_command_takes_its_children_along(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"
-    vllm_bench.stop(process)
+    stop(process)
     assert process.stdout.read() == b""  # end of file: the child's end of the pipe is closed too
     process.stdout.close()
 

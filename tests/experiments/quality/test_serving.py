@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from warm import WarmEngine
 
-from experiments.config import ALL_MODULES, GateConfig, MeasureConfig, RunConfig
+from experiments.config import GateConfig, MeasureConfig, RunConfig
 from experiments.engine.build import build_setup
 from experiments.engine.gate import NEW_TOKENS, GateRequest
 from experiments.engine.setup import EngineSetup
 from experiments.quality import skills
 from experiments.quality.spec import QualitySpec, Structure, Trial
+from tessa.slices import ALL_MODULES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
