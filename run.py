@@ -21,8 +21,9 @@ _exit_codes: list[int] = []
     config_path=str(Path(__file__).resolve().parent / "conf"), config_name="config", version_base="1.3"
 )
 def job(composed: DictConfig) -> int:
-    provenance.mark_command(HydraConfig.get().overrides.task)
-    code = cli.execute(composed, mode=_mode, report=report)
+    typed = list(HydraConfig.get().overrides.task)
+    provenance.mark_command(typed)
+    code = cli.execute(composed, mode=_mode, report=report, overrides=typed)
     _exit_codes.append(code)
     if code == cli.EXIT_INTERRUPTED:
         raise KeyboardInterrupt  # ends a sweep too

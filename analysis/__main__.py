@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -174,6 +175,8 @@ def _table(args: argparse.Namespace) -> int:
         return 0
     frame = load(args.results_dir, args.experiment)
     print(tables.render(frame))
+    if frame.empty and args.experiment is None:
+        print(f"nothing below {args.results_dir}: run an experiment first, or give the folder of another run")
     own = args.results_dir / str(args.experiment)
     if frame.empty and own.is_dir():
         print(
@@ -277,4 +280,5 @@ _COMMANDS = {
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe, which is no error
     sys.exit(main())

@@ -86,13 +86,14 @@ TABLES: dict[str, Callable[[pd.DataFrame], str]] = {
 """Folder below the results -> its table."""
 
 
-def tables(results: Path) -> list[str]:
-    """The Markdown of every benchmark that is stored there; those of trees with uncommitted changes are left out."""
+def tables(results: Path, reference: bool = True) -> list[str]:
+    """The Markdown of every benchmark that is stored there; for a `reference`, those of trees with uncommitted changes
+    are left out."""
     found = []
     for name, render in TABLES.items():
         path = results / name / "rows.csv"
         rows = pd.read_csv(path, dtype={"git_sha": str}) if path.is_file() else pd.DataFrame()
-        if len(rows) and not studies.unclean(rows).any():
+        if len(rows) and not (reference and studies.unclean(rows).any()):
             found.append(render(rows))
     return found
 

@@ -8,6 +8,7 @@ over several ranks have kernels alone, unless `study.interconnect` chose the lin
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -161,6 +162,18 @@ def _curves(axes: Axes, rows: pd.DataFrame) -> None:
     axes.axhline(0.0, color="black", linewidth=0.6)
 
 
+def _limit(axes: Axes, drawn: Sequence[pd.DataFrame]) -> None:
+    """Keeps the band of a disturbed round from flattening the curves of axes that share y: it is cut off at half of
+    their span beyond them."""
+    costs = 100 * pd.concat(drawn).adapter_cost_kernels.dropna()
+    if costs.empty:
+        return
+    top, bottom = max(costs.max(), 0.0), min(costs.min(), 0.0)
+    room = 0.5 * max(top - bottom, 1.0)
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, bottom - room), min(high, top + room))
+
+
 def where(frame: pd.DataFrame) -> str:
     """What was timed, in words."""
     first = frame.iloc[0]
@@ -174,7 +187,7 @@ def links(frame: pd.DataFrame) -> str:
 
 
 def _title(frame: pd.DataFrame) -> str:
-    return f"Emulated: {where(frame)};\ncollectives left out; bands: least and most of the rounds"
+    return f"Emulated: {where(frame)};\ncollectives left out; bands: least and most of the rounds, cut at the frame"
 
 
 def cost_over_tp(frame: pd.DataFrame) -> Figure:
@@ -198,6 +211,8 @@ def cost_over_tp(frame: pd.DataFrame) -> Figure:
                 if i == len(phases) - 1:
                     axes.set_xlabel("tensor-parallel ranks")
             grid[i][0].set_ylabel("adapter cost (%)")
+            if own := [rows for rows in drawn if (rows.phase == phase).any()]:
+                _limit(grid[i][0], own)
         _finish(figure, grid[0][0], _title(frame), pd.concat(drawn))
     return figure
 
@@ -223,6 +238,7 @@ def sweeps(frame: pd.DataFrame, model: str) -> Figure:
             axes.set_xlabel(label)
         for axes in grid[:, 0]:
             axes.set_ylabel("adapter cost (%)")
+        _limit(grid[0][0], drawn)
         title = f"{_title(frame)}\n{model}, TP {int(start_of(rows, 'decode').tp)}, decode"
         _finish(figure, grid[0][0], title, pd.concat(drawn))
     return figure

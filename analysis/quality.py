@@ -24,6 +24,7 @@ from tessa.slices import PLACEMENTS
 INSIDE = {True: "yes", False: "no", None: "-"}
 MEAN = "mean of tasks"
 ADJUSTED = "p (Holm)"
+SMOKE = "measure=smoke shows that everything runs; its scores say nothing about quality"
 DEFAULT_RULE = "random"
 STRUCTURE = ["experiment", "setting", "structure", "rank_equivalent"]
 KEYS = ["method", "placement", "offset_rule", "targets", "rank_equivalent"]
@@ -351,4 +352,8 @@ def render(frame: pd.DataFrame, width: int = 110) -> str:
             blocks.append(f"published: {line}")
     failed = frame[frame["method"].notna() & (frame["status"] != "complete")].drop_duplicates("cell")
     blocks += [f"{row.cell}: {row.status}: {row.reason}" for row in failed.itertuples()]
-    return "\n".join([*blocks, textwrap.fill(DEFINITIONS, width)])
+    return "\n".join([*blocks, textwrap.fill(DEFINITIONS, width), *cautions(frame)])
+
+
+def cautions(frame: pd.DataFrame) -> list[str]:
+    return [SMOKE] if "measure" in frame and frame["measure"].eq("smoke").any() else []

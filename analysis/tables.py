@@ -172,8 +172,16 @@ def describe(part: pd.DataFrame) -> str:
         str(first["experiment"]),
         f"model {first['model']} {first['dtype']} on {first['device']}",
         _hashes(part),
-        f"{_values(part, 'num_requests' if part['num_requests'].notna().any() else 'requests_total')} requests "
-        f"{_values(part, 'arrivals')}",
+        " ".join(
+            filter(
+                None,
+                (
+                    _values(part, "num_requests" if part["num_requests"].notna().any() else "requests_total"),
+                    "requests",
+                    _values(part, "arrivals"),
+                ),
+            )
+        ),
     ]
     for column, unit in (("request_rate", "{} requests/s"), ("concurrency", "concurrency {}"),
                          ("prompt_tokens", "prompts of {} tokens"), ("output_tokens", "outputs of {}"),

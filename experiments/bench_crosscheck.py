@@ -289,12 +289,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
+    except (RuntimeError, KeyboardInterrupt) as error:
+        stopped = isinstance(error, KeyboardInterrupt)
         done = f"; the {len(rows)} finished rounds are in {arguments.out}/rounds.json" if rows else ""
-        print(f"error: {error}{done}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        print(f"{'interrupted' if stopped else f'error: {error}'}{done}", file=sys.stderr)
+        return 130 if stopped else 1
     frame = table(rows)
     print(describe(frame))
     setting = {"model": arguments.model, "requests": arguments.requests, "workload_hash": bench.workload.hash}

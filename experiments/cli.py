@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from experiments.console import Console
 from experiments.estimate import dry_run_lines, status_lines
 from experiments.grid import Cell, Plan, expand
 from experiments.loggers import make_logger
+from experiments.notes import check_swept, limits, notes
 from experiments.runner import EngineFactory, Outcome, Runner
 from experiments.store import Store
 from experiments.workload import spec as workload_spec
 from experiments.workload.types import Workload
-from tessa.budget import TOLERANCE
 from tessa.errors import UserError
 
 EXIT_OK, EXIT_FAILED, EXIT_USER, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -63,24 +63,6 @@ def plan_run(config: RunConfig, device: str | None = None) -> Plan:
                 f"model's {model.architecture.get('max_position_embeddings', longest)}."
             )
     return plan
-
-
-def notes(plan: Plan) -> list[str]:
-    """What a reader of the numbers has to know of the adapters, a line each: budgets that are not LoRA's, and ranks
-    that are padded."""
-    off, padded = [], []
-    for cell in plan.cells:
-        what = f"{cell.variant} at rank-equivalent {cell.labels['rank_equivalent']}"
-        ratio, own, served = (cell.labels[key] for key in ("budget_ratio", "adapter_rank", "served_rank"))
-        if ratio is not None and abs(ratio - 1) > TOLERANCE:
-            off.append(f"{what} ({ratio:.2f} times)")
-        if served is not None and served > own:
-            padded.append(f"{what} ({served} for {own})")
-    lines = (
-        (f"not within {100 * TOLERANCE:g} % of LoRA's parameters: ", off),
-        ("served at a larger rank than the adapters have, and so at more memory and compute: ", padded),
-    )
-    return [head + ", ".join(dict.fromkeys(found)) for head, found in lines if found]
 
 
 def check_load(workload: Workload, max_in_flight: int | None) -> None:
@@ -206,14 +188,17 @@ def execute(
     mode: str = "run",
     factory: EngineFactory | None = None,
     report: studies.Report | None = None,
+    overrides: Sequence[str] = (),
 ) -> int:
     """One job: `mode` is `run` or `status`. Returns the exit status; user mistakes are printed, not raised.
 
-    `factory` makes the engines (None: real ones); `report` is called after a run with the results
-    folder, the experiment and the names of the cells, to print the table and draw the figure.
+    `overrides`: what was typed behind `run.py`. `factory` makes the engines (None: real ones). `report` is called after
+    a run with the results folder, the experiment and the names of the cells, to print the table and draw the figure.
     """
     try:
-        return _execute(schema.build(composed), mode, factory, report)
+        config = schema.build(composed)
+        check_swept(config, overrides)
+        return _execute(config, mode, factory, report)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
@@ -236,11 +221,11 @@ def _execute(
     store = Store(results, plan.experiment, create=not looking)
     if looking:
         lines = status_lines(plan, store) if mode == "status" else dry_run_lines(plan, store, config)
-        print("\n".join([*lines, *(notes(plan) if mode != "status" else ())]))
+        print("\n".join([*lines, *([*limits(config), *notes(plan)] if mode != "status" else ())]))
         return EXIT_OK
     provenance.check_same_code(provenance.submit_state(), provenance.git_state(), config.allow_sha_change)
     console = Console()
-    for line in notes(plan):
+    for line in (*limits(config), *notes(plan)):
         console.note(line)
     cache = cache_folder(config)
     runner = Runner(

@@ -74,6 +74,8 @@ def draw(
     paths = _draw_trained(scores.rows(frame[trained]), folder, reference)
     frame = frame[~trained]
     for part in sweeps.families(frame):
+        if not (part["status"] == "complete").any():
+            continue  # nothing but gaps, which the caller lists
         stem = sweeps.stem(part)
         notes: dict[str, object] = {}
         with plt.rc_context(style.RC):

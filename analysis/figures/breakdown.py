@@ -85,7 +85,7 @@ def split(part: pd.DataFrame) -> Figure | None:
             )
     top.set_yticks(range(len(variants)), [style.name(v) for v in variants])
     top.invert_yaxis()
-    top.set_xlabel("time per output token (ms)")
+    top.set_xlabel("wall time / output tokens (ms)")
     for i, share in enumerate(added):
         t = share.time
         error = [[t.centre - t.low], [t.high - t.centre]] if np.isfinite(t.low) else None

@@ -245,7 +245,7 @@ def footer(figure: Figure, part: pd.DataFrame, *notes: str, also: Sequence[str] 
         words.append(f"† {WRONG}")
     if _cut(figure):
         words.append("intervals cut at the frame")
-    text = "; ".join([*words, *notes])
+    text = "; ".join([*words, *notes, *tables.cautions(part)])
     width = round(74 * figure.get_figwidth() / style.ONE_COLUMN)
     figure.supxlabel("\n".join(textwrap.wrap(text, width)), fontsize=6, color="#444444")
 

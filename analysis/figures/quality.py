@@ -105,7 +105,9 @@ def _curve(panel: Axes, kind: str, mine: Sequence[quality.Point], curves: Sequen
         x, centre, yerr=np.transpose([_bars(p) for p in mine]), color=colour, ls=line,
         marker=style.MARKERS[BACKENDS[method]], ms=4, lw=1.1, capsize=1.5, elinewidth=0.7, label=label,
     )  # fmt: skip
-    off = [i for i, p in enumerate(mine) if not p.matched]
+    # Several budgets may give one adapter, as with BD-LoRA's least block: it is off only where no budget matches it.
+    matched = {p.params for p in mine if p.matched}
+    off = [i for i, p in enumerate(mine) if not p.matched and p.params not in matched]
     panel.plot(
         np.array(x)[off],
         centre[off],
@@ -152,6 +154,7 @@ def side_by_side(table: pd.DataFrame, budget: float, what: str) -> Figure:
             )  # fmt: skip
         panel.set_yticks(range(len(kinds)), [quality.name(kind) for kind in kinds])
         panel.invert_yaxis()
+        panel.set_xlim(0, 104)
         panel.grid(axis="x", lw=0.4, color="#dddddd")
         panel.grid(visible=False, axis="y")
         panel.set_title(task)
@@ -182,4 +185,4 @@ def note(table: pd.DataFrame, *more: str) -> str:
     count = [f"{' to '.join(map(str, ends))} seed{'s' if ends != [1] else ''}"] if ends else []
     commits = ", ".join(marks.commits(table)) or "unknown"
     said = more if ends and ends[-1] > 1 else ()
-    return "; ".join(["measured", *count, *said, f"commit {commits}"])
+    return "; ".join(["measured", *count, *said, f"commit {commits}", *quality.cautions(table)])

@@ -42,6 +42,7 @@ def about(part: pd.DataFrame, reference: bool = False, notes: dict[str, Any] | N
         "settings": [tables.describe(one) for one in tables.settings(part)],
         "provenance": [k for k in style.HATCHES if k in set(part["provenance"])],
         "intervals": INTERVALS,
+        "cautions": tables.cautions(part),
         "rounds": sorted({int(n) for n in good.groupby("cell")["repeat"].nunique()}),
         "commits": sorted(str(sha) for sha in part["git_sha"].dropna().unique()),
         "uncommitted_changes": bool(part["git_dirty"].fillna(True).astype(bool).any()),

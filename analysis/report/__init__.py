@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import claims, figures
+from analysis import benchmarks, claims, figures
 from analysis.report import html, own_tables
 from experiments.disk import disk_errors
 
@@ -44,7 +44,9 @@ def write(frame: pd.DataFrame, results: Path, out: Path, reference: bool = False
                 pages.append(page)
         rows = claims.table(frame, results, reference)
         index = out / "index.html"
-        text = html.index_page(shown, present, rows, drawn.missing, reference, own)
+        text = html.index_page(
+            shown, present, rows, drawn.missing, reference, own, benchmarks.tables(results, reference)
+        )
         index.write_text(text, encoding="utf-8")
     return [index, *pages]
 

@@ -71,7 +71,7 @@ def experiment_page(
         body.append('<div class="figures">' + "".join(map(_figure, images)) + "</div>")
     if len(part):
         body += ["<h2>Numbers</h2>", *_tables(part)]
-        if "method" not in part:
+        if not ("method" in part and part["method"].notna().any()):
             said = escape("\n".join([tables.definitions(), *tables.cautions(part)]))
             body.append(f"<details><summary>Definitions</summary><pre>{said}</pre></details>")
         if "cell" in part:
@@ -88,7 +88,9 @@ def index_page(
     missing: Sequence[str],
     reference: bool,
     studies: Mapping[str, Study],
+    benchmarks: Sequence[str] = (),
 ) -> str:
+    """benchmarks: their tables in Markdown."""
     body = ["<h1>TESSA: results</h1>"]
     if reference:
         body.append('<p class="note">Reference: numbers of trees with uncommitted changes are left out.</p>')
@@ -102,7 +104,19 @@ def index_page(
         body.append(f'<h2>Missing</h2><ul class="soft">{items}</ul>')
     if len(frame):
         body += ["<h2>Where the numbers come from</h2>", provenance(frame)]
+    if benchmarks:
+        body += ["<h2>Benchmarks</h2>", *map(_markdown, benchmarks)]
     return page("TESSA: results", "\n".join(body))
+
+
+def _markdown(text: str) -> str:
+    """A note and, where there is one, the table below it, as `analysis.benchmarks` writes them."""
+    note, _, table = text.partition("\n\n")
+    shown = f'<p class="note">{escape(note)}</p>'
+    if not table:
+        return shown
+    heads, _, *rows = ([cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines())
+    return shown + grid(heads, rows, text=heads[:2])
 
 
 def _figure(image: Image) -> str:

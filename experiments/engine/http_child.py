@@ -68,7 +68,14 @@ class OpenAIServer(HttpServer):
         settings = self.settings
         key = os.environ.get(settings["api_key_env"]) if settings["api_key_env"] else None
         self.client = client = OpenAIClient(settings["url"], "", counts=settings["counts"], api_key=key)
-        models = await client.models(ANSWER_TIMEOUT_S)
+        try:
+            models = await client.models(ANSWER_TIMEOUT_S)
+        except ServerError as error:
+            if error.status is not None:
+                raise
+            raise ServerError(
+                f"{error}. Is the server running? Start it, or give its address with url=..."
+            ) from error
         listed = [str(model["id"]) for model in models]
         # An adapter's entry names its base model as parent.
         bases = [str(model["id"]) for model in models if not model.get("parent")]

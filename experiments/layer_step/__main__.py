@@ -112,7 +112,9 @@ def run(spec: LayerStepSpec, out: Path, force: bool = False, command: str | None
         # The first point also compiles kernels and builds the libraries' state.
         longest = max(longest, took) if number else took / 2
         bad += sum(row["status"] != "complete" for row in rows)
-        print(f"[{number + 1}/{len(wanted)}] {point.label}: {took:.1f} s", flush=True)
+        rest_s = (time.monotonic() - begin) / (number + 1) * (len(wanted) - number - 1)
+        done = f"[{number + 1}/{len(wanted)}] {point.label}: {took:.1f} s"
+        print(f"{done}, about {rest_s / 60:.0f} min left" if rest_s else done, flush=True)
         for row in rows:
             if row["status"] != "complete":
                 print(f"  {row['variant']} {row['status']}: {row['reason']}", flush=True)

@@ -96,6 +96,24 @@ def test_bars_are_the_means_and_gaps_are_named(frame):
     assert "commit ccccccc" in figures.caption(frame)
 
 
+def test_a_figure_says_that_its_times_say_nothing(tmp_path):
+    analysis_store.write_cell(tmp_path, "base", [1.0, 2.0], labels={"measure": "smoke"})
+    frame = load(tmp_path / "results")
+    said = scaling.over_tp(frame)._supxlabel.get_text().replace("\n", " ")
+    assert said.endswith("measure=smoke shows that everything runs; its times say nothing about speed")
+    (png,) = figures.draw(frame, tmp_path / "f")
+    assert json.loads(png.with_suffix(".json").read_text())["cautions"] == [
+        "measure=smoke shows that everything runs; its times say nothing about speed"
+    ]
+
+
+def test_cells_without_any_result_are_no_figure(tmp_path):
+    analysis_store.write_cell(tmp_path, "base", [], status="failed")
+    done = figures.draw_all(load(tmp_path / "results"), tmp_path / "results", tmp_path / "f")
+    assert done.paths == []
+    assert any("failed: round 2/3: it broke" in text for text in done.missing)
+
+
 def test_every_backend_has_its_own_colour_and_name():
     assert set(style.COLOURS) == set(style.NAMES) == set(style.MARKERS)
     assert all(style.colour(backend) and style.name(backend) for backend in REGISTRY)

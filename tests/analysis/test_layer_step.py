@@ -138,6 +138,14 @@ def test_no_rows_name_the_command(tmp_path: Path) -> None:
         layer_step.read(tmp_path)
 
 
+def test_a_disturbed_round_does_not_flatten_the_curves(frame: pd.DataFrame) -> None:
+    before = layer_step.cost_over_tp(frame).axes[0].get_ylim()
+    wild = frame.assign(adapter_cost_kernels_low=-30.0)
+    low, high = layer_step.cost_over_tp(wild).axes[0].get_ylim()
+    assert high - low < 3 * (before[1] - before[0])
+    assert low < 0
+
+
 def test_variants_off_the_budget_are_marked(frame: pd.DataFrame) -> None:
     assert layer_step.off_note(frame) == ""
     rows = frame.assign(budget_ratio=1.0, padding_ratio=1.0)

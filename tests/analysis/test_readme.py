@@ -80,6 +80,13 @@ def test_a_benchmarks_table_is_shown_unless_its_tree_was_dirty(tmp_path: Path) -
     assert "a CPU, commit ccccccc:" in text
     rows.assign(git_dirty=True).to_csv(tmp_path / "lora_ops" / "rows.csv", index=False)
     assert benchmarks.tables(tmp_path) == []
+    (text,) = benchmarks.tables(tmp_path, reference=False)
+    assert "commit ccccccc+changes" in text
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        '<td class="text">qkv</td><td class="text">decode</td><td>2</td>'
+        in (tmp_path / "out/index.html").read_text()
+    )
 
 
 def test_another_number_in_the_readme_or_figure_is_found(shown: tuple[Path, Path, Path]) -> None:

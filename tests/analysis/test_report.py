@@ -106,12 +106,17 @@ def test_a_study_s_page_holds_numbers_failures_and_provenance(study_pages):
         assert checker.open == []
 
 
-def test_a_quality_page_compares_tessa_s_slices(tmp_path, capsys):
+def test_a_quality_page_compares_tessa_s_slices_and_leaves_the_others_their_definitions(tmp_path, capsys):
     analysis_store.quality(tmp_path / "results")
+    analysis_store.write_cell(tmp_path, "base", [1.0, 2.0], labels={"measure": "smoke"})
     assert main(["report", str(tmp_path / "results"), "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "quality.html").read_text()
     assert page.count('<td class="text">across - along, random</td>') == 4
     assert "TESSA&#x27;s slices at equal budget" in page
+    served = (tmp_path / "out" / "tp_scaling.html").read_text()
+    assert "<summary>Definitions</summary>" in served
+    assert "its times say nothing about speed" in served
+    assert "<summary>Definitions</summary>" not in page
 
 
 def test_a_reference_page_has_no_rows_of_a_dirty_tree(study_pages):

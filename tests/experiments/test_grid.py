@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import cli, grid
+from experiments import cli, grid, notes
 from experiments import config as schema
 from tessa.errors import UserError
 
@@ -267,12 +267,12 @@ def test_budgets_that_do_not_match_are_said_before_the_run(plan):
         "bd_lora": pytest.approx(0.68, abs=0.01),
         "tessa": pytest.approx(1.058, abs=0.001),
     }
-    (line,) = [line for line in cli.notes(made) if "LoRA's parameters" in line]
+    (line,) = [line for line in notes.notes(made) if "LoRA's parameters" in line]
     assert line == (
         "not within 5 % of LoRA's parameters: bd_lora at rank-equivalent 2 (0.68 times), "
         "tessa at rank-equivalent 2 (1.06 times)"
     )
-    assert cli.notes(plan("tp=2", "model=small", "adapters.rank_equivalent=16")) == []
+    assert notes.notes(plan("tp=2", "model=small", "adapters.rank_equivalent=16")) == []
 
 
 def test_names_are_short_plain_and_hash_bearing(plan):

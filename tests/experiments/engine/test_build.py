@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import baselines
-from experiments import cli
+from experiments import cli, notes
 from experiments import config as schema
 from experiments.config import BackendConfig
 from experiments.engine.build import engine_args
@@ -68,11 +68,11 @@ def test_small_ranks_are_padded_on_a_gpu_and_by_vllms_own_layers(groups):
 def test_what_is_padded_is_said_before_the_run(composed):
     values = composed("experiment=tp_scaling", "model=small", "backends=[base,punica,tessa]")
     plan = cli.plan_run(schema.build(values), device="cuda")
-    assert cli.notes(plan) == [
+    assert notes.notes(plan) == [
         "served at a larger rank than the adapters have, and so at more memory and compute: "
         "punica:stock at rank-equivalent 4 (8 for 4)"
     ]
-    assert cli.notes(cli.plan_run(schema.build(values), device="cpu")) == []
+    assert notes.notes(cli.plan_run(schema.build(values), device="cpu")) == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -523,9 +523,9 @@ def test_upstream_without_a_gpu_stops_the_run_before_any_engine_starts(
         "experiments.engine.parent.make_engine", lambda *_, **__: pytest.fail("an engine was started")
     )
     assert cli.execute(composed(*overrides)) == cli.EXIT_USER
-    said = capsys.readouterr().err.strip()
+    limits, said = capsys.readouterr().err.splitlines()
+    assert limits.startswith("measure=smoke limits ")
     assert said.startswith("error: punica_upstream cannot run here: this machine has no NVIDIA GPU")
-    assert "\n" not in said
     assert not list((tmp_path / "results").rglob("summary.json"))
     assert cli.execute(composed(*overrides, "dry_run=true")) == cli.EXIT_OK, "planning needs no GPU"
 
