@@ -14,6 +14,7 @@ from analysis.load import load
 from tessa.errors import UserError
 
 REPO = Path(__file__).resolve().parents[1]
+REFERENCE = REPO / "results" / "reference"
 
 
 class Results:
@@ -77,17 +78,30 @@ class Results:
             return pd.DataFrame()
 
     def show(self, *experiments: str) -> None:
-        """Draws the figures of these experiments below the cell, or says what is missing."""
+        """Draws the figures of these experiments below the cell, or says what is missing.
+
+        What the reference set lacks is taken from the set of another machine, `<its name>_<machine>`, and that is said.
+        """
         from IPython.display import Image, display
 
-        with tempfile.TemporaryDirectory() as folder:
-            drawn = figures.draw_all(self.frame, self.folder, Path(folder), experiments=experiments)
-            for path in drawn.paths:
-                said = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-                print(said.get("caption") or f"{said['experiment']}: {', '.join(said['provenance'])}")
-                display(Image(data=path.read_bytes()))  # type: ignore[no-untyped-call]
-        for text in drawn.missing:
-            print(f"missing: {text}")
+        for experiment in experiments:
+            place = self._place(experiment)
+            frame = self.frame
+            if place != self.folder:
+                print(f"{experiment} is from {_short(place)}:")
+                frame = load(place)
+            with tempfile.TemporaryDirectory() as folder:
+                drawn = figures.draw_all(frame, place, Path(folder), experiments=(experiment,))
+                for path in drawn.paths:
+                    said = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+                    print(said.get("caption") or f"{said['experiment']}: {', '.join(said['provenance'])}")
+                    display(Image(data=path.read_bytes()))  # type: ignore[no-untyped-call]
+            for text in drawn.missing:
+                print(f"missing: {text}")
+
+    def _place(self, experiment: str) -> Path:
+        others = sorted(REFERENCE.parent.glob(f"{REFERENCE.name}_*")) if self.folder == REFERENCE else []
+        return next((p for p in (self.folder, *others) if (p / experiment).is_dir()), self.folder)
 
 
 def _chosen(folder: str | Path | None) -> Path:
@@ -96,8 +110,7 @@ def _chosen(folder: str | Path | None) -> Path:
         # A notebook's working folder is its own; what a user writes is meant from the project.
         path = Path(given).expanduser()
         return path if path.is_absolute() else REPO / path
-    reference = REPO / "results" / "reference"
-    return reference if any(reference.glob("*/*")) else REPO / "results"
+    return REFERENCE if any(REFERENCE.glob("*/*")) else REPO / "results"
 
 
 def _short(path: Path) -> str:

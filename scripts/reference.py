@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -233,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = chosen(args.only)
     results, out = folders(args.machine)
     if args.list:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe, which is no error
         for step in steps:
             print(f"{step.minutes:4.1f} min  python {shlex.join(step.command)}")
         print(f"{sum(step.minutes for step in steps):4.1f} min on two cores in all")

@@ -87,10 +87,11 @@ def test_every_notebook_runs_without_results_and_says_so(execute: Any, tmp_path:
 
 
 def test_out_of_the_box_it_is_the_reference(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store_cell: Any
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store_cell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TESSA_RESULTS", raising=False)
     monkeypatch.setattr(notebook, "REPO", tmp_path)
+    monkeypatch.setattr(notebook, "REFERENCE", tmp_path / "results" / "reference")
     assert notebook.Results().folder == tmp_path / "results"
     store_cell("base", [1.0])
     (tmp_path / "results").rename(tmp_path / "reference")
@@ -98,6 +99,14 @@ def test_out_of_the_box_it_is_the_reference(
     (tmp_path / "reference").rename(tmp_path / "results" / "reference")
     assert notebook.Results().folder == tmp_path / "results" / "reference"
     assert notebook.Results("results").folder == tmp_path / "results"
+    shown = tmp_path / "results" / "reference_x1" / "layer_step"
+    shown.mkdir(parents=True)
+    analysis_store.layer_step_rows().to_csv(shown / "rows.csv", index=False)
+    capsys.readouterr()
+    notebook.Results().show("layer_step", "tp_scaling")
+    said = capsys.readouterr().out
+    assert "layer_step is from results/reference_x1:\nlayer_step, emulated" in said
+    assert "tp_scaling is from" not in said
 
 
 def test_equal_cells_of_two_experiments_count_twice(
