@@ -122,10 +122,7 @@ def summary(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], fold
     if frame.empty and not drawn:
         return EMPTY
     clean = figures.only_reference(frame)
-    scaling = clean[clean["experiment"] == "tp_scaling"]
-    parts = [_source(clean, results)]
-    parts += [_scaling(part) for part in _parts(scaling)]
-    parts.append(_counters(scaling))
+    parts = _serving(clean, results)
     parts.append(_claims(claims.table(frame, results, reference=True)))
     parts.append(_images({name: drawn[name] for name in SUMMARY_FIGURES if name in drawn}, folder))
     parts.append(f"All tables and figures, other machines' too, and what they say: [{details}]({details}).")
@@ -137,15 +134,18 @@ def block(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], folder
     if frame.empty and not drawn:
         return EMPTY
     clean = figures.only_reference(frame)
-    scaling = clean[clean["experiment"] == "tp_scaling"]
-    parts = [_source(clean, results)]
-    parts += [_scaling(part) for part in _parts(scaling)]
-    parts.append(_counters(scaling))
+    parts = _serving(clean, results)
     parts += benchmarks.tables(results)
     parts += [_quality(clean), _quality(clean, "quality_smollm2", "columns as above")]
     parts.append(_claims(claims.table(frame, results, reference=True)))
     parts.append(_images(drawn, folder))
     return "\n\n".join(filter(None, parts))
+
+
+def _serving(clean: pd.DataFrame, results: Path) -> list[str]:
+    """Where the numbers come from, tp_scaling, and what is counted there."""
+    scaling = clean[clean["experiment"] == "tp_scaling"]
+    return [_source(clean, results), *map(_scaling, _parts(scaling)), _counters(scaling)]
 
 
 def elsewhere(frame: pd.DataFrame, results: Path, drawn: Mapping[str, bytes], folder: str) -> str:
