@@ -20,11 +20,11 @@ from matplotlib.image import imread
 from analysis import benchmarks, claims, figures, quality, style, tables
 from analysis.figures import marks
 from analysis.load import load, summaries
+from experiments.provenance import REPO
 from tessa.errors import UserError
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 REFERENCE = Path("results") / "reference"
-DETAILS = Path("results") / "README.md"
 FEW_ROWS = 6  # of a quality table, up to which it has a column for each task
 FIGURES = (
     ("tp_scaling", "tp_scaling"), ("breakdown", "breakdown"), ("adapter_count", "adapter_count"),
@@ -232,7 +232,8 @@ def _source(frame: pd.DataFrame, results: Path) -> str:
     if (right["gate"] == "passed").all():
         but = ", ablations left out that are wrong by design" if len(right) < len(served) else ""
         checked = f"served outputs checked against merged weights{but}"
-    place = (REFERENCE.parent / results.name).as_posix()
+    place = results.resolve()
+    place = place.relative_to(REPO) if place.is_relative_to(REPO) else place
     cells = len(good.drop_duplicates(["experiment", "cell"]))
     return (
         f"{cells} cells on {machines}{memory}; {packages}; commit {commits}, clean tree; {checked}; "

@@ -46,7 +46,8 @@ def writable(folder: Path, option: str = "paths.results=...") -> Path:
 
 def check_writable(folder: Path, option: str) -> Path:
     """`writable` before anything is measured: a folder that was not there is not there afterwards either."""
-    absent = [place for place in (folder, *folder.parents) if not place.exists()]
+    with disk_errors(folder, option):
+        absent = [place for place in (folder, *folder.parents) if not place.exists()]
     writable(folder, option)
     for place in absent:
         with contextlib.suppress(OSError):  # another run may have begun to use it

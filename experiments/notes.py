@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,8 +41,8 @@ def limits(config: RunConfig) -> list[str]:
     for values in combinations(config):
         asked, got = (flatten(workload_spec(apply(one, values))) for one in (free, config))
         for key, value in got.items():
-            if key in asked and asked[key] != value:
-                changed[f"{key} {_text(asked[key])} to {_text(value)}"] = None
+            if asked.get(key) != value:
+                changed[f"{key} {_text(asked.get(key, 'all'))} to {_text(value)}"] = None
     left = []
     for key, values in flatten(config.grid).items():
         if key != "backends" and isinstance(values, list):
@@ -62,10 +63,12 @@ def check_swept(config: RunConfig, overrides: Sequence[str]) -> None:
     """UserError for a typed setting that the experiment's grid sets anew for every cell."""
     swept = [key for key in flatten(config.grid) if key != "backends"]
     for word in overrides:
-        key, _, value = word.partition("=")
+        key, _, value = (part.strip() for part in word.lstrip("+~").partition("="))
         for name in swept:
-            if f"{key.lstrip('+~')}.".startswith(f"{name}."):
-                instead = f"grid.{name}=[{value}]" if key.lstrip("+~") == name else f"grid.{name}=[...]"
+            inside = name.startswith(f"{key}.") and value.startswith("{")
+            named = inside and re.search(rf"\b{name[len(key) + 1 :].partition('.')[0]}\b", value)
+            if named or f"{key}.".startswith(f"{name}."):
+                instead = f"grid.{name}=[{value}]" if key == name else f"grid.{name}=[...]"
                 raise UserError(
                     f"experiment={config.name} sweeps {name}, so {word} would change nothing; give {instead}"
                 )

@@ -12,6 +12,7 @@ import pandas as pd
 from analysis import tables
 from analysis.ratios import Ratio, within_rounds
 from analysis.shares import ITEM_BYTES
+from experiments.measure import stats
 from tessa.errors import UserError
 
 PROVENANCES = ("measured", "emulated", "modelled")
@@ -71,8 +72,9 @@ def tessa_over_slora(frame: pd.DataFrame) -> list[Evidence]:
     matched = frame[~(tables.unmatched(frame) | tables.padded(frame))]
     parts = [(part, tp) for part, tp in _parts(matched) if (r := ratio(part)).paired and r.interval.n]
     found = []
+    level = together(sum(ratio(part).interval.n > 1 for part, _ in parts))
     for part, tp in parts:
-        i = ratio(part, together(len(parts))).interval
+        i = ratio(part, level).interval
         entry = _of(part, "tessa", tp, (i.centre, i.low, i.high))
         found.append(replace(entry, judged=i.n > 1))
     return found
@@ -92,18 +94,20 @@ def lora_cost(frame: pd.DataFrame) -> list[Evidence]:
             mine = mine[tables.in_same_round(mine)]
             if len(mine):
                 cases.append((mine, backend))
-    level = together(sum(min(2, mine["tp"].nunique()) for mine, _ in cases))
+
+    def cost(mine: pd.DataFrame, tp: int, level: float = 0.95) -> stats.Interval:
+        return tables.interval(mine[mine["tp"] == tp], "adapter_cost", level)
+
+    ends = [(int(mine["tp"].min()), int(mine["tp"].max())) for mine, _ in cases]
+    known = [cost(mine, tp).n > 1 for (mine, _), two in zip(cases, ends, strict=True) for tp in {*two}]
+    level = together(sum(known))
     found = []
-    for mine, backend in cases:
-        degrees = sorted(mine["tp"].unique())
-        least, most = int(degrees[0]), int(degrees[-1])
-        highest, lowest = (
-            tables.interval(mine[mine["tp"] == tp], "adapter_cost", level) for tp in (most, least)
-        )
+    for (mine, backend), (least, most) in zip(cases, ends, strict=True):
+        highest, lowest = cost(mine, most, level), cost(mine, least, level)
         values = (100 * highest.centre, 100 * highest.low, 100 * highest.high)
         entry = _of(mine, backend, most, values, 100 * lowest.centre, least)
-        ends = 100 * lowest.low, 100 * lowest.high
-        found.append(replace(entry, judged=highest.n > 1, reference_low=ends[0], reference_high=ends[1]))
+        low, high = 100 * lowest.low, 100 * lowest.high
+        found.append(replace(entry, judged=highest.n > 1, reference_low=low, reference_high=high))
     return found
 
 

@@ -87,7 +87,7 @@ class TorchProducts(LoraProducts):
             self.name = "+".join(sorted({*filter(None, self.name.split("+")), *ran}))
 
     def _compiled(self, factors: LoraFactors) -> tuple[bool, bool]:
-        """Whether shrink and expand run compiled kernels."""
+        """Whether shrink and expand run compiled kernels, where every token has an adapter."""
         pairs = (factors.a.shape[1], factors.a), (factors.geometry.whole, factors.b)
         shrink, expand = (
             not self.per_adapter and compiled.usable(self.tokens, width, weights) for width, weights in pairs

@@ -199,7 +199,7 @@ def _tessa_wide(
 def _tessa(
     gpu: GPU, c: AdapterKernelConstants, load: AdapterLoad, tp: int, linear: FusedLinear, parts: list[Linear]
 ) -> AdapterWork:
-    """Wide or segmented, by the rule that serves on GPUs (`tessa.ops.products.wide_limit`)."""
+    """Wide or segmented, by the rule that serves on GPUs (`tessa.ops.gpu_schedule.wide_limit`)."""
     width = math.ceil(max(slice_width(part, load.rank) for part in parts))
     length = linear.rank_out if linear.kind == COLUMN else linear.rank_in
     wide = load.tokens <= wide_limit("auto", load.slots, width, length)

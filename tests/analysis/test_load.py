@@ -82,6 +82,7 @@ def test_another_schema_version_and_damage_are_named(store_cell, tmp_path):
     ("gate", "labels", "said"),
     [
         ({"passed": True, "reference": "merged weights"}, {}, "passed"),
+        ({"passed": True, "reference": "merged weights, greedy continuations"}, {}, "passed"),
         ({"passed": False, "reference": "merged weights"}, {}, "failed"),
         (
             {"passed": True, "reference": "none (dummy weights): base and mixed batch only"},

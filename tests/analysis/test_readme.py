@@ -136,8 +136,8 @@ def test_another_machines_set_is_shown_after_the_first(tmp_path: Path) -> None:
     first, _, other = pages[1].read_text().partition("**Another machine, x1.** 1 cells on a CPU, 2 cores")
     assert "| base | 50.0" in first
     assert "| base | 100.0" in other
-    assert "`python -m analysis table results/results_x1`" in other
-    assert "`python -m analysis report results/results_x1`" in other
+    assert f"`python -m analysis table {tmp_path / 'results_x1'}`" in other
+    assert f"`python -m analysis report {tmp_path / 'results_x1'}`" in other
     assert 'src="results_x1/figures/tp_scaling.png"' in other
     assert readme.differences(*pages, results) == []
     (tmp_path / "results_x1" / "figures" / "old.png").write_bytes(b"")
@@ -173,7 +173,7 @@ def test_an_empty_set_says_how_to_fill_it(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_readme_is_what_the_reference_set_gives(repo_root: Path) -> None:
     found = readme.differences(
-        repo_root / "README.md", repo_root / readme.DETAILS, repo_root / readme.REFERENCE
+        repo_root / "README.md", repo_root / "results" / "README.md", repo_root / readme.REFERENCE
     )
     assert not found, "write them anew with `python -m analysis readme`:\n" + "\n".join(found)
 

@@ -14,6 +14,11 @@ from tessa.errors import UserError
 Composed = Callable[..., Any]
 
 
+def test_a_limit_where_none_was_asked_for_is_said(composed: Composed) -> None:
+    (line,) = notes.limits(schema.build(composed("experiment=trace_replay")))
+    assert line.startswith("measure=demo limits num_requests all to 32, ")
+
+
 def test_what_measure_limits_is_said_with_what_was_asked_for(composed: Composed) -> None:
     config = schema.build(
         composed("experiment=rate_sweep", "workload.num_requests=200", "workload.prompt_tokens.high=70")
@@ -35,6 +40,7 @@ def test_what_measure_limits_is_said_with_what_was_asked_for(composed: Composed)
         ("rate_sweep", "workload.arrivals.rate=-8", "grid.workload.arrivals.rate=[-8]"),
         ("adapter_count", "+adapters.count=2", "grid.adapters.count=[2]"),
         ("adapter_count", "workload.popularity.kind=zipf", "grid.workload.popularity=[...]"),
+        ("adapter_count", "adapters={count: 4}", "grid.adapters.count=[...]"),
     ],
 )
 def test_a_setting_that_the_grid_sweeps_is_refused(
@@ -51,7 +57,7 @@ def test_a_setting_that_the_grid_sweeps_is_refused(
 def test_settings_beside_the_swept_ones_pass(composed: Composed) -> None:
     config = schema.build(composed("experiment=adapter_count"))
     notes.check_swept(
-        config, ["backends=[base]", "adapters.count_x=1", "workload=poisson", "grid.adapters.count=[2]"]
+        config, ["backends=[base]", "adapters={seed: 2}", "workload=poisson", "grid.adapters.count=[2]"]
     )
     with pytest.raises(UserError):
         notes.check_swept(config, ["adapters.count=1"])
