@@ -33,3 +33,9 @@ def write(figure: Figure, folder: Path, stem: str) -> list[Path]:
 def write_all(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
     """`write` for each stem; the paths of all."""
     return [path for stem, figure in figures.items() for path in write(figure, folder, stem)]
+
+
+def wide(png: bytes) -> bool:
+    """Whether a PNG of `write` is of two columns."""
+    pixels = int.from_bytes(png[16:20], "big")  # the width, in the header that every PNG starts with
+    return pixels >= 1.5 * style.ONE_COLUMN * style.RC["savefig.dpi"]

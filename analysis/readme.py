@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.image import imread
 
-from analysis import benchmarks, claims, figures, quality, style, tables
+from analysis import benchmarks, claims, figures, files, quality, style, tables
 from analysis.figures import marks
 from analysis.load import load, summaries
 from experiments.provenance import REPO
@@ -184,8 +184,7 @@ def _draw(frame: pd.DataFrame, results: Path, which: tuple[tuple[str, str], ...]
 
 def _share(png: bytes) -> str:
     """Of the page's width: a figure of two columns would be unreadable at half of it."""
-    wide = int.from_bytes(png[16:20], "big")  # the width in pixels, in the header that every PNG starts with
-    return "48%" if wide < 1.5 * style.ONE_COLUMN * style.RC["savefig.dpi"] else "100%"
+    return "100%" if files.wide(png) else "48%"
 
 
 def _split(readme: Path) -> tuple[str, str, str]:

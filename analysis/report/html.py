@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import claims, quality, tables
+from analysis import claims, files, quality, tables
 from analysis.claims.rules import COMMON
 from analysis.figures import marks
 from analysis.report.own_tables import Study
@@ -30,7 +30,8 @@ th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap; border-b
 td.text, th.text { text-align: left; } td.wrap { white-space: normal; min-width: 12rem; overflow-wrap: normal; }
 thead th { background: var(--head); } tr:last-child td { border-bottom: 0; }
 .figures { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start; }
-figure { margin: 0; flex: 0 1 30rem; max-width: 100%; } figure img { width: 100%; height: auto; display: block; }
+figure { margin: 0; flex: 0 1 30rem; max-width: 100%; } figure.wide { flex-basis: 60rem; }
+figure img { width: 100%; height: auto; display: block; }
 .bad { color: var(--bad); font-weight: 600; }
 .verdict { font-weight: 600; white-space: nowrap; }
 details { margin: .3rem 0; } pre { overflow-x: auto; background: var(--head); padding: .6rem; font-size: .8rem;
@@ -128,8 +129,9 @@ def _figure(image: Image) -> str:
     lines = "<br>".join(escape(word) for word in words)
     typed = "<br>".join(f"<code>{escape(str(command))}</code>" for command in said["commands"])
     others = f" ({escape(str(said['other_settings']))})" if "other_settings" in said else ""
+    kind = ' class="wide"' if files.wide(image.png) else ""
     return (
-        f'<figure><img alt="{escape(image.stem)}" src="data:image/png;base64,{data}">'
+        f'<figure{kind}><img alt="{escape(image.stem)}" src="data:image/png;base64,{data}">'
         f"<figcaption>{lines}<br>{typed}{others}</figcaption></figure>"
     )
 

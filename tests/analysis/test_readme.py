@@ -11,6 +11,7 @@ import pytest
 
 from analysis import benchmarks, files, load, readme, style
 from analysis.__main__ import main
+from analysis.report import html
 from tessa.errors import UserError
 
 
@@ -211,3 +212,5 @@ def test_a_figure_of_two_columns_has_the_whole_width(tmp_path: Path, inches: flo
     png, _ = files.write(plt.figure(figsize=(inches, 1)), tmp_path, "a")
     text = readme.block(load(tmp_path), tmp_path, {"a.png": png.read_bytes()}, "f")
     assert f'<img src="f/a.png" alt="a" width="{share}">' in text
+    image = html.Image("a", png.read_bytes(), {"caption": "A", "commands": []})
+    assert ('<figure class="wide">' in html._figure(image)) == (share == "100%")
